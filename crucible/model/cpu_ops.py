@@ -1,0 +1,181 @@
+"""CpuOps: the Ops protocol on Numba kernels. Weights int8 or float32, activations and KV float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from crucible.config import ModelConfig
+from crucible.config.engine import PAGE_TOKENS
+from crucible.config.model import Alibi, Rope
+from crucible.kernels.cpu import (
+    activation,
+    embedding,
+    linear,
+    norm,
+    rope,
+    runtime,  # first: it configures Numba
+)
+from crucible.kernels.cpu.attention import attention
+from crucible.model.ops import BatchView, FloatArray
+from crucible.model.positions import alibi_slopes, rope_tables
+
+LANES = linear.LANES
+
+
+@dataclass(frozen=True)
+class CpuMatrix:
+    """Weights in blocks of 64 outputs: ``w`` [blocks, K, 64] int8 or float32, ``scale`` and ``bias`` [blocks · 64]."""
+
+    w: np.ndarray[Any, Any]
+    scale: FloatArray
+    bias: FloatArray
+    out_features: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.w.nbytes + self.scale.nbytes + self.bias.nbytes
+
+
+@dataclass(frozen=True)
+class CpuCache:
+    """KV pages; layouts in kernels/cpu/rope.py. Memory is touched, and so resident, only where a page was written."""
+
+    k: FloatArray
+    v: FloatArray
+
+
+class CpuOps:
+    """Operations of one model on the CPU. Not thread-safe: one thread launches kernels.
+
+    ``context``: positions the RoPE tables cover.
+    """
+
+    def __init__(self, config: ModelConfig, context: int, threads: int | None = None) -> None:
+        self.config = config
+        self.threads = runtime.set_threads(threads)
+        self._scratch: dict[str, FloatArray] = {}
+        self._rotate = isinstance(config.position, Rope)
+        self._interleaved = isinstance(config.position, Rope) and config.position.pairing == "interleaved"
+        if isinstance(config.position, Rope):
+            self._cos, self._sin = rope_tables(config.position, config.head_dim, context)
+        else:
+            self._cos = self._sin = np.zeros((1, 1), np.float32)
+        alibi = isinstance(config.position, Alibi)
+        self._slopes = alibi_slopes(config.num_heads) if alibi else np.zeros(config.num_heads, np.float32)
+
+    def _buffer(self, name: str, rows: int, columns: int) -> FloatArray:
+        """Scratch [rows, columns] that grows and is reused."""
+        held = self._scratch.get(name)
+        if held is None or held.shape[0] < rows or held.shape[1] != columns:
+            held = self._scratch[name] = np.empty((rows, columns), np.float32)
+        return held[:rows]
+
+    def pack(self, parts: Sequence[FloatArray], biases: Sequence[FloatArray] | None, quant: str) -> CpuMatrix:
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        matrix = self._empty(rows.shape[0], rows.shape[0], rows.shape[1], quant)
+        _fill(matrix, rows, quant, first_block=0, step=1)
+        if biases is not None:
+            matrix.bias[: rows.shape[0]] = np.concatenate(biases)
+        return matrix
+
+    def pack_gated(
+        self, gate: FloatArray, up: FloatArray, biases: Sequence[FloatArray] | None, quant: str
+    ) -> CpuMatrix:
+        n, k = gate.shape
+        padded = -(-n // LANES) * LANES
+        matrix = self._empty(n, 2 * padded, k, quant)
+        for first, rows in enumerate((gate, up)):
+            _fill(matrix, rows, quant, first_block=first, step=2)
+            if biases is not None:
+                lanes = matrix.bias.reshape(-1, LANES)[first::2]
+                lanes[:] = np.pad(biases[first], (0, padded - n)).reshape(-1, LANES)
+        return matrix
+
+    def _empty(self, out_features: int, rows: int, k: int, quant: str) -> CpuMatrix:
+        blocks = -(-rows // LANES)
+        w = np.zeros((blocks, k, LANES), np.int8 if quant == "int8" else np.float32)
+        return CpuMatrix(w, np.ones(blocks * LANES, np.float32), np.zeros(blocks * LANES, np.float32), out_features)
+
+    def vector(self, values: FloatArray) -> FloatArray:
+        return np.array(values, dtype=np.float32)
+
+    def allocate_cache(self, num_pages: int) -> CpuCache:
+        c = self.config
+        shape = (num_pages, c.num_layers, c.num_kv_heads)
+        return CpuCache(
+            k=np.zeros((*shape, c.head_dim, PAGE_TOKENS), np.float32),
+            v=np.zeros((*shape, PAGE_TOKENS, c.head_dim), np.float32),
+        )
+
+    def embed(self, table: CpuMatrix, positions_table: FloatArray | None, batch: BatchView) -> FloatArray:
+        out = self._buffer("x", len(batch.token_ids), self.config.hidden_size)
+        embedding.embed(table.w, table.scale, batch.token_ids, out)
+        if positions_table is not None:
+            embedding.add_positions(out, positions_table, batch.positions)
+        return out
+
+    def norm(
+        self, x: FloatArray, weight: FloatArray, bias: FloatArray | None, out: FloatArray | None = None
+    ) -> FloatArray:
+        out = self._buffer("norm", *x.shape) if out is None else out
+        if self.config.norm.type == "rmsnorm":
+            norm.rmsnorm(x, weight, self.config.norm.eps, out)
+            if bias is not None:
+                out += bias
+        else:
+            norm.layernorm(x, weight, np.zeros_like(weight) if bias is None else bias, self.config.norm.eps, out)
+        return out
+
+    def qkv(self, x: FloatArray, matrix: CpuMatrix, layer: int, batch: BatchView, cache: CpuCache) -> FloatArray:
+        out = self._project("qkv", x, matrix)
+        rope.rope_and_store(
+            out, self._cos, self._sin, self._rotate, self._interleaved, batch.positions, batch.row_sequence,
+            batch.page_tables, self.config.num_heads, layer, cache.k, cache.v,
+        )  # fmt: skip
+        return out
+
+    def attention(self, qkv: FloatArray, layer: int, batch: BatchView, cache: CpuCache) -> FloatArray:
+        c = self.config
+        out = self._buffer("attention", qkv.shape[0], c.num_heads * c.head_dim)
+        attention(
+            qkv, batch.positions, batch.row_sequence, batch.page_tables, c.head_dim**-0.5, self._slopes, layer,
+            cache.k, cache.v, out,
+        )  # fmt: skip
+        return out
+
+    def _project(self, name: str, x: FloatArray, matrix: CpuMatrix) -> FloatArray:
+        out = self._buffer(name, x.shape[0], matrix.out_features)
+        linear.project(x, matrix.w, matrix.scale, matrix.bias, out, False)
+        return out
+
+    def project_add(self, x: FloatArray, matrix: CpuMatrix, residual: FloatArray) -> None:
+        linear.project(x, matrix.w, matrix.scale, matrix.bias, residual, True)
+
+    def swiglu(self, x: FloatArray, matrix: CpuMatrix) -> FloatArray:
+        out = self._buffer("mlp", x.shape[0], matrix.out_features)
+        linear.swiglu(x, matrix.w, matrix.scale, matrix.bias, out)
+        return out
+
+    def gelu(self, x: FloatArray, matrix: CpuMatrix) -> FloatArray:
+        out = self._project("mlp", x, matrix)
+        activation.gelu(out, self.config.activation == "gelu_tanh")
+        return out
+
+    def take_rows(self, x: FloatArray, batch: BatchView) -> FloatArray:
+        out = self._buffer("last", len(batch.logit_rows), x.shape[1])
+        np.take(x, batch.logit_rows, axis=0, out=out)
+        return out
+
+    def logits(self, x: FloatArray, head: CpuMatrix, batch: BatchView) -> FloatArray:
+        return self._project("logits", x, head)
+
+
+def _fill(matrix: CpuMatrix, rows: FloatArray, quant: str, first_block: int, step: int) -> None:
+    if quant == "int8":
+        linear.pack_i8(rows, matrix.w, matrix.scale, first_block, step)
+    else:
+        linear.pack_f32(rows, matrix.w, first_block, step)
