@@ -1,0 +1,271 @@
+"""EngineCore: requests in, one StepOutput a step out. It joins scheduler, runner and counters; no sockets, no text."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crucible.config import EngineConfig, ModelConfig, SamplingParams
+from crucible.config.engine import PAGE_TOKENS
+from crucible.engine.kv_cache import KVPages
+from crucible.engine.messages import EngineInfo, Finished, Metrics, StepOutput, TokenEvent
+from crucible.engine.metrics import EngineMetrics
+from crucible.engine.model_runner import ModelRunner, Runner
+from crucible.engine.request import Request
+from crucible.engine.scheduler import Plan, Scheduler
+from crucible.errors import ConfigError, EngineError
+from crucible.model.kv import kv_bytes_per_page
+from crucible.native.batch import STOPPED, pages_for
+
+log = logging.getLogger(__name__)
+
+CPU_CONTEXT = 2048
+"""Default context on a CPU, if the model's is longer: f32 KV of a small model is tens of KB a token."""
+
+CPU_PREFILL_BUDGET = 128
+"""Default prompt tokens a step on a CPU: a number of tokens, never a timing, so that results do not depend on speed."""
+
+
+class EngineCore:
+    """One model's engine: continuous batching over a runner, stepped by its owner.
+
+    ``step`` belongs to one thread. ``add_request``, ``cancel``, ``has_work`` and ``metrics`` may be called from any
+    thread, also while a step computes: they never wait for the device.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        runner: Runner,
+        *,
+        model_path: str = "",
+        dtype: str = "float32",
+        parameters: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``config`` may leave settings open (``resolve_config``). Raises ConfigError for what this model cannot do."""
+        self.config = config = resolve_config(config, model_config)
+        self.model_config = model_config
+        self.runner = runner
+        self.failure: str | None = None
+        context, kv_pages, prefill_budget = sizes(config)
+        self.scheduler = Scheduler(
+            KVPages(kv_pages),
+            max_batch=config.max_batch,
+            max_queue=config.max_queue,
+            context=context,
+            prefill_budget=prefill_budget,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            token_count=model_config.token_count,
+            eos_token_ids=model_config.eos_token_ids,
+        )
+        self._info = EngineInfo(
+            model_path=model_path,
+            device=config.device,
+            quant=config.quant,
+            dtype=dtype,
+            max_batch=config.max_batch,
+            max_queue=config.max_queue,
+            context=context,
+            vocab_size=model_config.vocab_size,
+            token_count=model_config.token_count,
+            eos_token_ids=model_config.eos_token_ids,
+            bos_token_id=model_config.bos_token_id,
+            kv_pages=kv_pages,
+            page_tokens=PAGE_TOKENS,
+            parameters=parameters,
+            prefill_budget=prefill_budget,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            threads=config.threads or 1,
+        )
+        self._clock = clock
+        self._metrics = EngineMetrics(clock=clock)
+        self._lock = threading.Lock()  # held for microseconds: never while the runner works
+        self._plan: Plan | None = None
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: str | Path, config: EngineConfig, on_progress: Callable[[str], None] | None = None
+    ) -> EngineCore:
+        """The engine of the model directory ``path``, ready to answer; ``on_progress`` gets a line for each phase.
+
+        Raises CheckpointError and ConfigError.
+        """
+        report = on_progress or (lambda text: None)
+        from crucible.checkpoint import expected_tensors, open_checkpoint, parameter_count  # heavy: loaded on use
+
+        with open_checkpoint(path) as checkpoint:
+            model = checkpoint.config
+            threads, config = config.threads, resolve_config(config, model)
+            context, kv_pages, prefill_budget = sizes(config)
+            report("loading weights")
+            from crucible.model.cpu_ops import CpuOps
+            from crucible.model.weights import load_weights
+
+            ops: Any = CpuOps(model, context, threads)  # Any: an Ops reads only matrices that it packed itself
+            config = replace(config, threads=ops.threads)
+            weights = load_weights(checkpoint, ops, config.quant)
+        runner = ModelRunner(
+            weights,
+            ops,
+            ops.allocate_cache(kv_pages),
+            max_rows=config.max_batch + prefill_budget,
+            max_sequences=config.max_batch,
+            context=context,
+            token_count=model.token_count,
+        )
+        report("compiling kernels")
+        runner.warm_up()
+        parameters = parameter_count(expected_tensors(model))
+        return cls(config, model, runner, model_path=str(path), parameters=parameters)
+
+    def add_request(
+        self, request_id: str, token_ids: Sequence[int] | NDArray[np.integer], params: SamplingParams
+    ) -> None:
+        """Queue a request. Raises RequestError (never servable), QueueFullError (try later) or EngineError (failed)."""
+        with self._lock:
+            self._require_alive()
+            self.scheduler.add(request_id, token_ids, params, arrival=self._clock())
+
+    def cancel(self, request_id: str) -> bool:
+        """Withdraw a request in any state by the next step, which reports it as cancelled. False if it is not live."""
+        with self._lock:
+            return self.scheduler.cancel(request_id)
+
+    def has_work(self) -> bool:
+        """Whether ``step`` would do or report something. True for a failed engine, whose ``step`` raises."""
+        with self._lock:
+            return self.failure is not None or self.scheduler.has_work
+
+    def step(self) -> StepOutput:
+        """Plan, compute and record one step. An idle engine's output is empty.
+
+        When the step fails, its output reports every live request as ended by an error, ``failure`` says why, and
+        every later call raises EngineError.
+        """
+        self.launch()
+        return self.collect()
+
+    def launch(self) -> None:
+        """The first half of ``step``: plan the work and start it. The owner may publish while the device computes.
+
+        Does nothing while a plan is in flight.
+        """
+        with self._lock:
+            self._require_alive()
+        if self._plan is not None:
+            return
+        try:
+            with self._lock:
+                plan = self.scheduler.plan()
+            if plan:
+                self.runner.launch(plan)
+                self._plan = plan  # only now: an interrupted launch is planned again, the same
+        except Exception as error:
+            self._fail(error)
+
+    def collect(self) -> StepOutput:
+        """The second half of ``step``: wait for the work, and report its tokens and the requests that ended."""
+        plan, self._plan = self._plan, None
+        tokens: list[TokenEvent] = []
+        if plan:
+            try:
+                token_ids = self.runner.collect()
+                with self._lock:
+                    sampled = self.scheduler.commit(plan, token_ids)
+                    self._metrics.record_step(plan, len(sampled))
+                tokens = [
+                    TokenEvent(request.request_id, token_id)
+                    for request, token_id in zip(sampled, token_ids.tolist(), strict=True)
+                    if request.finish_code != STOPPED
+                ]
+            except Exception as error:
+                self._fail(error)
+        with self._lock:
+            finished = [self._report(request) for request in self.scheduler.take_finished()]
+        return StepOutput(tokens, finished)
+
+    def metrics(self) -> Metrics:
+        """The counters of EngineMetrics and what is live now."""
+        with self._lock:
+            return self._metrics.snapshot(self.scheduler)
+
+    def engine_info(self) -> EngineInfo:
+        """What this engine is."""
+        return self._info
+
+    def check(self) -> None:
+        """Raises RuntimeError unless the page pool is whole: every page free, or held by a resident request."""
+        with self._lock:
+            self.scheduler.check()
+
+    def close(self) -> None:
+        """Give up the runner, and with it the model's memory. Live requests end unreported; later steps raise."""
+        with self._lock:
+            self.failure = self.failure or "the engine is closed"
+            self.scheduler.fail()
+            self._plan = None
+            del self.runner
+
+    def _require_alive(self) -> None:
+        if self.failure is not None:
+            raise EngineError(self.failure)
+
+    def _fail(self, error: Exception) -> None:
+        log.error("engine step failed", exc_info=error)
+        with self._lock:
+            self.failure = f"the engine failed: {type(error).__name__}: {error}".splitlines()[0]
+            self.scheduler.fail()
+            self._plan = None
+
+    def _report(self, request: Request) -> Finished:
+        reason = request.finish_reason or "error"
+        self._metrics.record_finished(reason)
+        error = self.failure if reason == "error" else None
+        return Finished(request.request_id, reason, request.prompt_tokens, request.generated, error)
+
+
+def resolve_config(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """``config`` with everything left open chosen from the model and this machine. Raises ConfigError.
+
+    context: the model's, at most CPU_CONTEXT. kv_pages: enough for ``max_batch`` requests of a full context, or what
+    ``kv_memory`` holds. prefill_budget: CPU_PREFILL_BUDGET. threads: the processors this process may use.
+    """
+    if config.device == "cuda":
+        raise ConfigError("device cuda is not available yet; use device cpu or auto")
+    if config.context is not None and config.context > model.context_length:
+        raise ConfigError(f"context {config.context} is above the model's {model.context_length}")
+    context = config.context or min(model.context_length, CPU_CONTEXT)
+    kv_pages = config.kv_pages
+    if config.kv_memory is not None:
+        page_bytes = kv_bytes_per_page(model)
+        kv_pages = config.kv_memory // page_bytes
+        if kv_pages < 1:
+            raise ConfigError(f"kv_memory of {config.kv_memory} bytes holds no page of {page_bytes} bytes")
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return replace(
+        config,
+        device="cpu",
+        context=context,
+        kv_pages=kv_pages or config.max_batch * pages_for(context),
+        kv_memory=None,
+        prefill_budget=config.prefill_budget or CPU_PREFILL_BUDGET,
+        threads=config.threads or processors,
+    )
+
+
+def sizes(config: EngineConfig) -> tuple[int, int, int]:
+    """(context, kv_pages, prefill_budget) of a resolved configuration."""
+    if config.context is None or config.kv_pages is None or config.prefill_budget is None:
+        raise ConfigError("context, kv_pages and prefill_budget are open; resolve the configuration first")
+    return config.context, config.kv_pages, config.prefill_budget
