@@ -1,0 +1,1 @@
+"""Package data: the GPT-2 vocabulary and its licence."""

@@ -1,0 +1,207 @@
+"""Vocabularies from other formats: a Hugging Face ``tokenizer.json`` and the tokenizer fields of a GGUF file.
+
+Only byte-level BPE is read; what changes ids and cannot be represented is refused by name rather than dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crucible.errors import CheckpointError, TokenizerError
+from crucible.json_file import parse_json, shown
+from crucible.vocabulary import MAX_TOKENS, Vocabulary, by_id
+
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_HEAD_UNGROUPED = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|"
+SPLIT_PATTERNS = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt2",
+    _HEAD + r"\p{N}{1,3}" + _TAIL: "llama3",
+    _HEAD_UNGROUPED + r"\p{N}{1,3}" + _TAIL: "llama3",
+    _HEAD + r"\p{N}" + _TAIL: "qwen2",
+}
+"""The regular expressions of ``Split`` pre-tokenizers that the scanner implements."""
+
+GGUF_PATTERNS = {"gpt-2": "gpt2", "smollm": "smollm", "llama-bpe": "llama3", "qwen2": "qwen2"}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+
+
+def _byte_characters() -> dict[int, int]:
+    """GPT-2's printable spelling of bytes, as a table for str.translate: character to byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {256 + index: byte for index, byte in enumerate(others)}
+
+
+BYTE_CHARACTERS = _byte_characters()
+
+
+def spelled_bytes(text: str) -> bytes:
+    """The bytes that GPT-2's printable spelling ``text`` stands for; TokenizerError for a character outside it."""
+    try:
+        return bytes([BYTE_CHARACTERS[ord(character)] for character in text])
+    except KeyError as error:
+        raise TokenizerError(
+            f"token {shown(text)} holds U+{error.args[0]:04X}, which spells no byte: not a byte-level vocabulary"
+        ) from None
+
+
+def read_tokenizer_json(data: bytes) -> Vocabulary:
+    """See ``Vocabulary.from_tokenizer_json``."""
+    try:
+        content = parse_json(data, "the tokenizer file")
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from None
+    if not isinstance(content.get("model"), dict):
+        raise TokenizerError("the tokenizer file has no model")
+    model = content["model"]
+    _check_model(model)
+    if (decoder := content.get("decoder")) is not None and _type(decoder) != "ByteLevel":
+        raise TokenizerError(f"decoder {shown(_type(decoder))} is not supported; only ByteLevel is")
+    nfc = _reads_nfc(content.get("normalizer"))
+    pattern = _pattern(content.get("pre_tokenizer"))
+    literal, special, added = _added_tokens(content.get("added_tokens") or [])
+    spelled: dict[str, int] = {}
+    for text, token_id in model["vocab"].items():
+        if not isinstance(token_id, int) or not 0 <= token_id < MAX_TOKENS:
+            raise TokenizerError(f"token {shown(text)} has the id {shown(token_id)}; ids are 0 … {MAX_TOKENS - 1}")
+        if literal.get(token_id, text) != text:
+            raise TokenizerError(f"id {token_id} is both {shown(text)} and the added token {shown(literal[token_id])}")
+        if token_id not in literal:
+            spelled[text] = token_id
+    tokens = _joined(spelled.items(), literal)
+    merges = _merge_ids(model["merges"], spelled)
+    return Vocabulary(pattern, tokens, special, added, merges, bool(model.get("ignore_merges")), nfc)
+
+
+def read_gguf_fields(tokens: Sequence[str], token_types: Sequence[int], merges: Sequence[str], pre: str) -> Vocabulary:
+    """See ``Vocabulary.from_gguf_fields``."""
+    if pre not in GGUF_PATTERNS:
+        raise TokenizerError(f"tokenizer.ggml.pre is {shown(pre)}; known are {', '.join(GGUF_PATTERNS)}")
+    if len(token_types) != len(tokens):
+        raise TokenizerError(f"tokenizer.ggml.token_type has {len(token_types)} entries for {len(tokens)} tokens")
+    spelled: dict[str, int] = {}
+    literal: dict[int, str] = {}
+    kinds: dict[int, list[int]] = {CONTROL: [], USER_DEFINED: []}
+    for token_id, (text, kind) in enumerate(zip(tokens, token_types, strict=True)):
+        if not isinstance(text, str):
+            raise TokenizerError(f"token {token_id} ({shown(text)}) is not text")
+        if kind == NORMAL:
+            if text in spelled:
+                raise TokenizerError(f"tokens {spelled[text]} and {token_id} are both {shown(text)}")
+            spelled[text] = token_id
+        elif kind in (CONTROL, UNKNOWN, USER_DEFINED):
+            literal[token_id] = text
+            kinds[USER_DEFINED if kind == USER_DEFINED else CONTROL].append(token_id)
+        elif kind != UNUSED:
+            raise TokenizerError(f"token {token_id} ({shown(text)}) has type {kind}: not a byte-level BPE vocabulary")
+    pattern = GGUF_PATTERNS[pre]
+    return Vocabulary(
+        pattern,
+        _joined(spelled.items(), literal),
+        frozenset(kinds[CONTROL]),
+        frozenset(kinds[USER_DEFINED]),
+        _merge_ids(merges, spelled),
+        whole_pieces=pattern == "llama3",  # its tokenizer.json says ignore_merges; GGUF has no field for it
+        nfc=pattern == "qwen2",
+    )
+
+
+def _type(part: Any) -> str:
+    return str(part.get("type")) if isinstance(part, dict) else str(part)
+
+
+def _check_model(model: Mapping[str, Any]) -> None:
+    if model.get("type", "BPE") != "BPE":
+        raise TokenizerError(f"tokenizer model {shown(_type(model))} is not supported; only byte-level BPE is")
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(name):
+            raise TokenizerError(f"tokenizer model with {name} = {shown(model[name])} is not supported")
+    if not isinstance(model.get("vocab"), dict) or not isinstance(model.get("merges"), list):
+        raise TokenizerError("the tokenizer model lacks its vocab or merges")
+
+
+def _reads_nfc(normalizer: Any) -> bool:
+    steps = normalizer.get("normalizers") if _type(normalizer) == "Sequence" else [normalizer]
+    steps = [step for step in steps or [] if step is not None]
+    for step in steps:
+        if _type(step) != "NFC":
+            raise TokenizerError(f"normalizer {shown(_type(step))} is not supported; only NFC is")
+    return bool(steps)
+
+
+def _pattern(pre_tokenizer: Any) -> str:
+    """The scanner's name for what the pre-tokenizer does."""
+    steps = pre_tokenizer.get("pretokenizers") if _type(pre_tokenizer) == "Sequence" else [pre_tokenizer]
+    if not isinstance(steps, list) or not steps or _type(steps[-1]) != "ByteLevel":
+        raise TokenizerError(f"pre-tokenizer {_names(steps)} is not supported; it must end with ByteLevel")
+    *first, last = steps
+    if last.get("add_prefix_space"):
+        raise TokenizerError("a ByteLevel pre-tokenizer with add_prefix_space is not supported")
+    if last.get("use_regex", True):
+        if not first:
+            return "gpt2"
+        if len(first) == 1 and _type(first[0]) == "Digits" and first[0].get("individual_digits"):
+            return "smollm"
+    elif len(first) == 1 and _type(first[0]) == "Split":
+        pattern = first[0].get("pattern")
+        regex = pattern.get("Regex") if isinstance(pattern, dict) else None
+        if first[0].get("behavior") == "Isolated" and not first[0].get("invert") and regex in SPLIT_PATTERNS:
+            return SPLIT_PATTERNS[regex]
+        raise TokenizerError(f"a Split pre-tokenizer with the pattern {shown(regex)} is not supported")
+    raise TokenizerError(
+        f"pre-tokenizer {_names(steps)} is not supported; known are those of GPT-2, SmolLM2, Llama 3, Qwen2"
+    )
+
+
+def _names(steps: Any) -> str:
+    return " + ".join(map(_type, steps)) if isinstance(steps, list) else str(steps)
+
+
+def _added_tokens(entries: Any) -> tuple[dict[int, str], frozenset[int], frozenset[int]]:
+    """Texts by id, special ids and other ids of ``added_tokens``."""
+    texts: dict[int, str] = {}
+    special: set[int] = set()
+    if not isinstance(entries, list):
+        raise TokenizerError("added_tokens is not a list")
+    for entry in entries:
+        try:
+            token_id, text = entry["id"], entry["content"]
+        except (TypeError, KeyError):
+            raise TokenizerError(f"added token {shown(entry)} lacks its id or content") from None
+        if not isinstance(token_id, int) or not 0 <= token_id < MAX_TOKENS or not isinstance(text, str) or not text:
+            raise TokenizerError(f"added token {shown(text)} is empty or has an unusable id {shown(token_id)}")
+        for flag in ("lstrip", "rstrip", "single_word"):
+            if entry.get(flag):
+                raise TokenizerError(f"added token {shown(text)} with {flag} is not supported")
+        if texts.setdefault(token_id, text) != text:
+            raise TokenizerError(f"id {token_id} is both {shown(texts[token_id])} and {shown(text)}")
+        if entry.get("special"):
+            special.add(token_id)
+    return texts, frozenset(special), frozenset(texts) - special
+
+
+def _joined(spelled: Iterable[tuple[str, int]], literal: Mapping[int, str]) -> list[bytes]:
+    tokens = {token_id: text.encode("utf-8") for token_id, text in literal.items()}
+    for text, token_id in spelled:
+        if token_id in tokens:
+            raise TokenizerError(f"id {token_id} is given to two tokens, one of them {shown(text)}")
+        tokens[token_id] = spelled_bytes(text)
+    return by_id(tokens)
+
+
+def _merge_ids(merges: Sequence[Any], spelled: Mapping[str, int]) -> NDArray[np.uint32]:
+    """uint32 [n, 2] of merges written as ``"left right"`` or ``["left", "right"]``."""
+    pairs = np.empty((len(merges), 2), np.uint32)
+    for rank, merge in enumerate(merges):
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        try:
+            left, right = parts
+            pairs[rank] = spelled[left], spelled[right]
+        except (TypeError, ValueError, KeyError):
+            raise TokenizerError(f"merge {rank} ({shown(merge)}) is not two tokens of the vocabulary") from None
+    return pairs
