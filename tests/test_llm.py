@@ -1,0 +1,143 @@
+"""LLM: the engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crucible import LLM, SamplingParams
+from crucible.errors import ConfigError, EngineError, RequestError
+
+PROMPTS = ["x" * 40, "Hello", "The sea was", [72, 105]]  # the first to be computed is the last to be done
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_checkpoint: Path) -> Iterator[LLM]:
+    with LLM(
+        tiny_checkpoint, quant="f32", max_batch=4, max_queue=2, prefill_budget=16, prefill_chunk_tokens=4
+    ) as loaded:
+        yield loaded
+
+
+@pytest.fixture(autouse=True)
+def idle_afterwards(llm: LLM) -> Iterator[None]:
+    """Whatever a test did, no request and no page may be left behind."""
+    yield
+    assert not llm.core.has_work()
+    assert llm.core.metrics()["kv_pages_used"] == 0
+
+
+def test_completions_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    together = llm.generate(PROMPTS, params)
+    assert together == [llm.generate(prompt, params)[0] for prompt in PROMPTS]
+    for prompt, completion in zip(PROMPTS, together, strict=True):
+        assert completion.finish_reason == "length"
+        assert completion.prompt_tokens == len(prompt)
+        assert completion.completion_tokens == len(completion.token_ids) == 6
+
+
+def test_more_prompts_than_the_queue_holds(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    completions = llm.generate([[number] for number in range(20)], params)
+    assert [completion.token_ids for completion in completions] == [
+        llm.generate([number], params)[0].token_ids for number in range(20)
+    ]
+
+
+def test_stream_pieces_make_the_completion(llm: LLM) -> None:
+    held = 0
+    for seed in range(20):  # random bytes: some end inside a character, which only the last delta can give
+        params = SamplingParams(max_tokens=12, temperature=2.0, top_k=259, seed=seed)
+        whole = llm.generate("Hello", params)[0]
+        deltas = list(llm.stream("Hello", params))
+        assert "".join(delta.text for delta in deltas) == whole.text
+        assert [delta.token_id for delta in deltas[:-1]] == whole.token_ids
+        assert (deltas[-1].token_id, deltas[-1].finish_reason) == (None, whole.finish_reason)
+        assert deltas[-1].completion_tokens == whole.completion_tokens
+        held += bool(deltas[-1].text)
+    assert held
+
+
+def test_a_closed_stream_gives_its_pages_back(llm: LLM) -> None:
+    stream = llm.stream("Hello", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    assert llm.core.metrics()["kv_pages_used"] > 0
+    stream.close()
+
+
+def test_an_interrupted_call_leaves_an_idle_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls = llm.core.step, iter(range(100))
+
+    def interrupted() -> object:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.core, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=50, ignore_eos=True))
+
+
+def test_a_seed_draws_the_same_and_another_does_not(llm: LLM) -> None:
+    def ids(seed: int | None) -> list[int]:
+        return llm.generate("Hello", SamplingParams(max_tokens=24, temperature=1.5, seed=seed, ignore_eos=True))[
+            0
+        ].token_ids
+
+    assert ids(7) == ids(7)
+    assert ids(7) != ids(8)
+    assert ids(None) == ids(1234)
+
+
+def test_an_end_of_sequence_id_is_counted_and_has_no_text(llm: LLM, tmp_path: Path) -> None:
+    """A model whose end-of-sequence id is what this one says third stops there."""
+    from tests.conftest import make_text_checkpoint
+
+    ids = llm.generate("Hello", SamplingParams(max_tokens=6, ignore_eos=True))[0].token_ids
+    eos = ids[2]
+    expected = ids[: ids.index(eos)]
+    with LLM(make_text_checkpoint(tmp_path / "stops", eos_token_ids=[eos]), quant="f32") as stopping:
+        completion = stopping.generate("Hello", SamplingParams(max_tokens=6))[0]
+    assert completion.finish_reason == "stop"
+    assert completion.token_ids == expected
+    assert completion.completion_tokens == len(expected) + 1
+
+
+def test_no_max_tokens_means_up_to_the_context(llm: LLM) -> None:
+    completion = llm.generate("Hello", SamplingParams(ignore_eos=True))[0]
+    assert completion.prompt_tokens + completion.completion_tokens == llm.context
+
+
+def test_chat_uses_the_template(tiny_chat_checkpoint: Path) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(tiny_chat_checkpoint, quant="f32") as chat:
+        conversation = [{"role": "user", "content": "Hi"}]
+        (one,) = chat.chat(conversation, params)
+        ids = chat.encode("Hi", chat=True)
+        assert ids[0] == 257
+        assert chat.generate(ids, params) == [one]
+        assert chat.chat([conversation, conversation], params) == [one, one]
+
+
+@pytest.mark.parametrize("prompt", ["", [], [300], [262], [-1], "x" * 128])
+def test_what_can_never_be_served_is_refused(llm: LLM, prompt: str | list[int]) -> None:
+    with pytest.raises(RequestError):
+        llm.generate([prompt, "Hello"] if prompt != [] else [[]], SamplingParams(max_tokens=4))
+
+
+def test_an_unknown_setting_is_refused(tiny_checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="cuda"):
+        LLM(tiny_checkpoint, device="cuda")
+    with pytest.raises(TypeError):
+        LLM(tiny_checkpoint, no_such_setting=1)
+
+
+def test_a_failing_engine_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from crucible.llm import raise_failure
+
+    raise_failure("stop", None)
+    with pytest.raises(EngineError, match="broken"):
+        raise_failure("error", "broken")
