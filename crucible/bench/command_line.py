@@ -1,0 +1,69 @@
+"""The benchmarks' argument types, and the command line that a report repeats. Imported by the parser: nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+
+UNSAID = ("help", "json", "markdown")
+"""Options that do not change what is measured."""
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers of at least 1, separated by commas."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be whole numbers separated by commas, got {text!r}") from None
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {min(numbers)}")
+    return numbers
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    value = finite_number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def rates(text: str) -> list[float]:
+    """Numbers above 0, separated by commas."""
+    return [positive_number(part) for part in text.split(",")]
+
+
+def fraction(text: str) -> float:
+    """A number of 0 … 1."""
+    value = finite_number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must lie in 0 … 1, got {text}")
+    return value
+
+
+def finite_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}")
+    return value
+
+
+def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """The command that measures the same again, defaults written out (they may change)."""
+    words, options = parser.prog.split(), []
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if value is None or value is False or action.dest in UNSAID:
+            continue
+        text = ",".join(f"{item:g}" for item in value) if isinstance(value, list) else str(value)
+        if not action.option_strings:
+            words.append(text)
+        elif value is True:
+            options.append(action.option_strings[-1])
+        else:
+            options += [action.option_strings[-1], text]
+    return shlex.join([*words, *options])
