@@ -9,16 +9,22 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
+from crucible.native.pages cimport PagePool
+
 import numpy as np
 
 cnp.import_array()
 
 cdef enum:
     PAGE_SHIFT = 4
+    FAULT = 3
 
 PAGE_TOKENS = 1 << PAGE_SHIFT
 
-RUNS_ON, STOPPED, FULL = 0, 1, 2
+RUNS_ON, STOPPED, FULL, BROKEN = 0, 1, 2, FAULT
+
+NO_TOKEN = -1
+"""In the place of a token id: the row's logits hold a NaN or +inf, and its request cannot go on."""
 
 
 cdef class RequestRow:
@@ -26,7 +32,8 @@ cdef class RequestRow:
 
     tokens int32 [limit]: the prompt, then the generated ids; ``length`` of them are known, and the KV of the first
     ``computed`` is in the cache. page_row int32: the pages held, in the order of the positions; ``page_count``
-    are valid.
+    are valid, and the first ``published`` can be found by others; ``chain`` is the identity of the last of those.
+    cached_tokens: those whose KV was found when the pages were assigned.
     """
 
     cdef readonly str request_id
@@ -37,6 +44,9 @@ cdef class RequestRow:
     cdef readonly int length
     cdef readonly int computed
     cdef readonly int page_count
+    cdef readonly int published
+    cdef readonly uint64_t chain
+    cdef readonly int cached_tokens
     cdef readonly int finish_code
     cdef readonly int choice
     cdef readonly bint ignore_eos
@@ -81,21 +91,40 @@ cdef class RequestRow:
         """Tokens generated so far."""
         return self.length - self.prompt_tokens
 
-    def assign_pages(self, list pages not None, int computed=0):
-        """Take over the references to ``pages``; the first ``computed`` tokens are in them already."""
+    def assign_pages(self, list pages not None, int computed=0, uint64_t chain=0):
+        """Take over the references to ``pages``; the first ``computed`` tokens are in them already.
+
+        chain: the identity of the last full page among those tokens, or the root (crucible.native.pages).
+        """
         cdef int i, count = len(pages)
         if self.page_count or count > self.page_row.shape[0] or not 0 <= computed < self.length:
             raise RuntimeError(f"request {self.request_id} cannot take {count} pages with {computed} tokens computed")
         for i in range(count):
             self._pages[i] = pages[i]
         self.page_count = count
-        self.computed = computed
+        self.computed = self.cached_tokens = computed
+        self.published = computed >> PAGE_SHIFT
+        self.chain = chain
 
     def take_pages(self):
         """Give up the page references: the list to release. Empty when none are held."""
         cdef list pages = [self._pages[i] for i in range(self.page_count)]
         self.page_count = 0
         return pages
+
+
+def publish(PagePool pool not None, list decode not None, list prefill not None):
+    """Let others find the pages that a computed plan has filled. ``page_row`` may change: see PagePool.publish."""
+    cdef Py_ssize_t i, decoding = len(decode)
+    cdef RequestRow request
+    for i in range(decoding + len(prefill)):
+        request = <RequestRow?> (decode[i] if i < decoding else prefill[i - decoding])
+        if request.finish_code == FAULT:
+            continue
+        while (request.published + 1) << PAGE_SHIFT <= request.computed:
+            request.chain = pool.publish(request._pages + request.published, request.chain,
+                                         request._tokens + (request.published << PAGE_SHIFT))
+            request.published += 1
 
 
 def wasted_slots(list requests not None):
@@ -218,9 +247,9 @@ def advance(list decode not None, list prefill not None, list counts not None, c
             const int32_t[::1] eos_ids):
     """Account for a computed plan: KV positions, then one token for each request that had logits, in that order.
 
-    Returns (requests that got a token, those of them that ended). ``finish_code`` of the latter is STOPPED (an eos
-    id, unless the request ignores them) or FULL (its limit). Raises RuntimeError, before anything changes, when the
-    number of tokens is not the number of logit rows.
+    Returns (requests that got a token, requests that ended). ``finish_code`` of the latter is STOPPED (an eos id,
+    unless the request ignores them), FULL (its limit) or BROKEN (NO_TOKEN came back, and it got none). Raises
+    RuntimeError, before anything changes, when the number of tokens is not the number of logit rows.
     """
     cdef list sampled = []
     cdef list finished = []
@@ -241,6 +270,10 @@ def advance(list decode not None, list prefill not None, list counts not None, c
             continue
         token = token_ids[k]
         k += 1
+        if token < 0:
+            request.finish_code = FAULT
+            finished.append(request)
+            continue
         request._tokens[request.length] = token
         request.length += 1
         sampled.append(request)

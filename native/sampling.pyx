@@ -260,6 +260,14 @@ cdef int32_t top(const float *logits, int32_t count, int32_t k, Scratch *scratch
     return m
 
 
+cdef int sound(const float *logits, int32_t count) noexcept nogil:
+    """Whether every logit is below +inf and none is NaN."""
+    cdef int32_t i, bad = 0
+    for i in range(count):
+        bad |= not logits[i] < INFINITY
+    return not bad
+
+
 cdef int32_t choose(const float *logits, int32_t count, double temperature, int64_t top_k, uint64_t seed, uint32_t choice,
                     uint64_t position) noexcept nogil:
     """The chosen id, or -1 when there is no memory."""
@@ -310,7 +318,10 @@ def select(const float[::1] logits not None, double temperature, top_k, uint64_t
 def select_rows(const float[:, ::1] logits not None, const double[::1] temperatures not None,
                 const int64_t[::1] top_ks not None, const uint64_t[::1] seeds not None, const int32_t[::1] choices not None,
                 const int32_t[::1] positions not None, Py_ssize_t token_count, int32_t[::1] out not None):
-    """``select`` for each row of logits float32 [rows, vocab] into ``out`` [rows]; the GIL is released meanwhile."""
+    """``select`` for each row of logits float32 [rows, vocab] into ``out`` [rows]; the GIL is released meanwhile.
+
+    A row with a NaN or +inf below ``token_count`` is no model's answer but the trace of a fault: -1, and no id.
+    """
     cdef Py_ssize_t i, rows = logits.shape[0]
     if not (temperatures.shape[0] == top_ks.shape[0] == seeds.shape[0] == choices.shape[0] == positions.shape[0]
             == out.shape[0] == rows):
@@ -320,6 +331,9 @@ def select_rows(const float[:, ::1] logits not None, const double[::1] temperatu
     cdef int failed = 0
     with nogil:
         for i in range(rows):
+            if not sound(&logits[i, 0], <int32_t> token_count):
+                out[i] = -1
+                continue
             out[i] = choose(&logits[i, 0], <int32_t> token_count, temperatures[i], top_ks[i], seeds[i],
                             <uint32_t> choices[i], <uint64_t> positions[i])
             failed |= out[i] < 0

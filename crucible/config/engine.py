@@ -24,6 +24,9 @@ class EngineConfig:
     context: most tokens (prompt + generated) a request may hold. kv_pages: pages of 16 tokens in the pool;
     kv_memory: the same as bytes (give one of the two). prefill_budget: prompt tokens computed a step, over all
     requests. prefill_chunk_tokens: most prompt tokens of one request a step. threads: CPU kernel threads.
+    batched_prefill: a step may compute prompts of several requests, if it reaches min_packed_prompts of them; a step
+    that reaches fewer, or any step without it, computes one. prefix_cache: the KV of full pages is kept after its
+    request and shared with requests that begin with the same tokens.
     """
 
     device: str = "auto"
@@ -36,6 +39,9 @@ class EngineConfig:
     prefill_budget: int | None = None
     prefill_chunk_tokens: int | None = None
     threads: int | None = None
+    batched_prefill: bool = True
+    min_packed_prompts: int = 2
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (("device", ("auto", "cpu", "cuda")), ("quant", ("f32", "int8"))):
@@ -46,6 +52,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.min_packed_prompts < 2:
+            raise ConfigError(f"min_packed_prompts must be at least 2, got {self.min_packed_prompts}")
         if self.max_queue < 0:
             raise ConfigError(f"max_queue must be at least 0, got {self.max_queue}")
         if self.kv_pages is not None and self.kv_memory is not None:
@@ -67,6 +75,8 @@ class EngineConfig:
                 continue
             if field.name == "kv_memory":
                 values[field.name] = parse_size(text, variable)
+            elif hints[field.name] is bool:
+                values[field.name] = parse_switch(text, variable)
             elif int in (hints[field.name], *get_args(hints[field.name])):
                 try:
                     values[field.name] = int(text)
@@ -80,6 +90,14 @@ class EngineConfig:
     def with_defaults(self, **values: Any) -> EngineConfig:
         """A copy in which each named field that is ``None`` has the given value."""
         return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
+
+
+def parse_switch(text: str, name: str = "switch") -> bool:
+    """``1`` or ``true`` is on, ``0`` or ``false`` is off. Raises ConfigError."""
+    switches = {"1": True, "true": True, "0": False, "false": False}
+    if (value := switches.get(text.strip().lower())) is None:
+        raise ConfigError(f"{name} must be 1, 0, true or false, got {text!r}")
+    return value
 
 
 def parse_size(text: str, name: str = "size") -> int:

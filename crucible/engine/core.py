@@ -22,7 +22,7 @@ from crucible.engine.metrics import EngineMetrics
 from crucible.engine.model_runner import ModelRunner, Runner
 from crucible.engine.request import Request
 from crucible.engine.scheduler import Plan, Scheduler
-from crucible.errors import ConfigError, EngineError
+from crucible.errors import ConfigError, CrucibleError, EngineError
 from crucible.model.kv import kv_bytes_per_page
 from crucible.native.batch import STOPPED, pages_for
 
@@ -60,12 +60,13 @@ class EngineCore:
         self.failure: str | None = None
         context, kv_pages, prefill_budget = sizes(config)
         self.scheduler = Scheduler(
-            KVPages(kv_pages),
+            KVPages(kv_pages, prefix_cache=config.prefix_cache),
             max_batch=config.max_batch,
             max_queue=config.max_queue,
             context=context,
             prefill_budget=prefill_budget,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
+            min_packed=config.min_packed_prompts if config.batched_prefill else config.max_batch + 1,
             token_count=model_config.token_count,
             eos_token_ids=model_config.eos_token_ids,
         )
@@ -130,12 +131,20 @@ class EngineCore:
         return cls(config, model, runner, model_path=str(path), parameters=parameters)
 
     def add_request(
-        self, request_id: str, token_ids: Sequence[int] | NDArray[np.integer], params: SamplingParams
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | NDArray[np.integer],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
     ) -> None:
-        """Queue a request. Raises RequestError (never servable), QueueFullError (try later) or EngineError (failed)."""
+        """Queue a request, which shares cached KV with those of the same ``cache_salt`` only.
+
+        Raises RequestError (never servable), QueueFullError (try later) or EngineError (failed).
+        """
         with self._lock:
             self._require_alive()
-            self.scheduler.add(request_id, token_ids, params, arrival=self._clock())
+            self.scheduler.add(request_id, token_ids, params, arrival=self._clock(), cache_salt=cache_salt)
 
     def cancel(self, request_id: str) -> bool:
         """Withdraw a request in any state by the next step, which reports it as cancelled. False if it is not live."""
@@ -186,7 +195,7 @@ class EngineCore:
                     self._metrics.record_step(plan, len(sampled))
                 tokens = [
                     TokenEvent(request.request_id, token_id)
-                    for request, token_id in zip(sampled, token_ids.tolist(), strict=True)
+                    for request, token_id in zip(sampled, token_ids[token_ids >= 0].tolist(), strict=True)
                     if request.finish_code != STOPPED
                 ]
             except Exception as error:
@@ -205,7 +214,7 @@ class EngineCore:
         return self._info
 
     def check(self) -> None:
-        """Raises RuntimeError unless the page pool is whole: every page free, or held by a resident request."""
+        """Raises RuntimeError unless the page pool is whole: every page free, cached, or held by resident requests."""
         with self._lock:
             self.scheduler.check()
 
@@ -224,15 +233,24 @@ class EngineCore:
     def _fail(self, error: Exception) -> None:
         log.error("engine step failed", exc_info=error)
         with self._lock:
-            self.failure = f"the engine failed: {type(error).__name__}: {error}".splitlines()[0]
+            self.failure = failure_text(error)
             self.scheduler.fail()
             self._plan = None
 
     def _report(self, request: Request) -> Finished:
         reason = request.finish_reason or "error"
-        self._metrics.record_finished(reason)
-        error = self.failure if reason == "error" else None
-        return Finished(request.request_id, reason, request.prompt_tokens, request.generated, error)
+        self._metrics.record_finished(reason, broken=request.error is not None)
+        error = request.error or self.failure if reason == "error" else None
+        return Finished(
+            request.request_id, reason, request.prompt_tokens, request.generated, error, request.cached_tokens
+        )
+
+
+def failure_text(error: Exception) -> str:
+    """One line that says that the engine failed, once, and why."""
+    message = (str(error).splitlines() or [""])[0]
+    text = message if message and isinstance(error, CrucibleError) else f"{type(error).__name__}: {message}"
+    return text if text.startswith("the engine failed") else f"the engine failed: {text}"
 
 
 def resolve_config(config: EngineConfig, model: ModelConfig) -> EngineConfig:

@@ -36,13 +36,17 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):
-    """The last word about a request. ``completion_tokens`` counts an end-of-sequence id too."""
+    """The last word about a request. ``completion_tokens`` counts an end-of-sequence id too.
+
+    cached_tokens: prompt tokens whose KV the prefix cache had.
+    """
 
     request_id: str
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
     error: str | None = None
+    cached_tokens: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="step"):
@@ -82,11 +86,15 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
-    """A new request. ``request_id`` is the client's, unique on its connection."""
+    """A new request. ``request_id`` is the client's, unique on its connection.
+
+    cache_salt: it shares cached KV with requests of the same salt only.
+    """
 
     request_id: str
     token_ids: list[int]
     params: SamplingParams
+    cache_salt: str | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -116,11 +124,21 @@ class MetricsRequest(msgspec.Struct, frozen=True, array_like=True, tag="metrics?
     number: int
 
 
+class HistogramValues(msgspec.Struct, frozen=True, array_like=True):
+    """``counts[i]`` values were at most ``bounds[i]`` and above the bound before; the last were above all of them."""
+
+    bounds: list[float]
+    counts: list[int]
+    sum: float
+
+
 class MetricsReply(msgspec.Struct, frozen=True, array_like=True, tag="metrics"):
-    """The engine's counters and ``step_age_s``: seconds since the step loop last made progress (0 when idle)."""
+    """The engine's counters, ``step_age_s`` (seconds since the step loop last made progress, 0 when idle) and
+    histograms by name."""
 
     number: int
     values: Metrics
+    histograms: dict[str, HistogramValues] = {}
 
 
 class Starting(msgspec.Struct, frozen=True, array_like=True, tag="starting"):
@@ -143,7 +161,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class Serving(msgspec.Struct, frozen=True, array_like=True, tag="serving"):
-    """An http worker to its supervisor: it answers requests (with 503 until its engine is ready)."""
+    """An http worker to its supervisor: it has found its engine ready (until then it answers with 503)."""
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag="drain"):

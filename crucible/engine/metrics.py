@@ -17,7 +17,8 @@ class EngineMetrics:
     completed_requests ended by eos or length. batch_last and batch_avg: decode rows of the last and the average step
     that had any (decode_steps of them). prefill_chunks: prompt chunks computed, one a request and step;
     prefill_tokens: their tokens; last_prefill_chunk_tokens: prompt tokens of the last step that had any;
-    packed_calls: steps whose prompt tokens came from several requests.
+    packed_calls: steps whose prompt tokens came from several requests. nan_rows: requests failed because their logits
+    held NaN or +inf.
     """
 
     completed_requests: int = 0
@@ -31,6 +32,7 @@ class EngineMetrics:
     prefill_tokens: int = 0
     last_prefill_chunk_tokens: int = 0
     packed_calls: int = 0
+    nan_rows: int = 0
     clock: Callable[[], float] = time.monotonic
     started: float = field(init=False)
 
@@ -50,8 +52,9 @@ class EngineMetrics:
             self.prefill_tokens += self.last_prefill_chunk_tokens
             self.packed_calls += len(plan.prefill) > 1
 
-    def record_finished(self, reason: FinishReason | None) -> None:
-        """Count a request that ended."""
+    def record_finished(self, reason: FinishReason | None, *, broken: bool = False) -> None:
+        """Count a request that ended. ``broken``: for want of finite logits."""
+        self.nan_rows += broken
         if reason == "cancelled":
             self.cancelled_requests += 1
         elif reason == "error":
@@ -60,7 +63,14 @@ class EngineMetrics:
             self.completed_requests += 1
 
     def snapshot(self, scheduler: Scheduler) -> Metrics:
-        """All counters and the scheduler's present state. active_requests: those that hold pages."""
+        """All counters and the scheduler's present state.
+
+        active_requests: those that hold pages. kv_pages_used: pages they hold, a shared one counted once;
+        kv_pages_cached: further pages kept for their content, reclaimable; the rest of kv_pages_total is free.
+        prefix_cache_hits: requests that started from cached pages; prefix_cache_tokens: prompt tokens they did not
+        compute; prefix_cache_evictions: cached pages reclaimed.
+        """
+        pages = scheduler.pages
         return {
             "active_requests": len(scheduler.prefilling) + len(scheduler.running),
             "queued_requests": len(scheduler.waiting),
@@ -69,8 +79,9 @@ class EngineMetrics:
             "cancelled_requests": self.cancelled_requests,
             "failed_requests": self.failed_requests,
             "tokens_generated": self.tokens_generated,
-            "kv_pages_used": scheduler.pages.used,
-            "kv_pages_total": scheduler.pages.total,
+            "kv_pages_used": pages.used,
+            "kv_pages_cached": pages.cached,
+            "kv_pages_total": pages.total,
             "wasted_slots": scheduler.wasted_slots,
             "batch_last": self.batch_last,
             "batch_avg": self.decode_rows / self.decode_steps if self.decode_steps else 0.0,
@@ -79,5 +90,9 @@ class EngineMetrics:
             "prefill_tokens": self.prefill_tokens,
             "last_prefill_chunk_tokens": self.last_prefill_chunk_tokens,
             "packed_calls": self.packed_calls,
+            "prefix_cache_hits": pages.prefix.hits,
+            "prefix_cache_tokens": pages.prefix.hit_tokens,
+            "prefix_cache_evictions": pages.pool.evictions,
+            "nan_rows": self.nan_rows,
             "uptime_s": self.clock() - self.started,
         }

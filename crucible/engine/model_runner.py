@@ -27,7 +27,10 @@ class Runner(Protocol):
         """Start computing ``plan``; at most one is in flight. The plan's requests do not change until ``collect``."""
 
     def collect(self) -> NDArray[np.int32]:
-        """Token ids int32 [n], one for each request of the plan that had logits, in the plan's order."""
+        """Token ids int32 [n], one for each request of the plan that had logits, in the plan's order.
+
+        NO_TOKEN for a request whose logits hold a NaN or +inf.
+        """
 
 
 class ModelRunner:

@@ -28,9 +28,10 @@ class Request(RequestRow):
 
     prompt: int32 [prompt_tokens], validated (``prompt_array``). max_tokens: tokens it may generate.
     choice: index among the answers to one prompt; part of the RNG key. arrival: the submitter's clock, in seconds.
+    cache_salt: cached KV is shared between requests of the same salt only. error: why it ended, if for its own fault.
     """
 
-    __slots__ = ("arrival", "cancelled", "finish_reason", "params", "state")
+    __slots__ = ("arrival", "cache_salt", "cancelled", "error", "finish_reason", "params", "state")
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Request(RequestRow):
         *,
         choice: int = 0,
         arrival: float = 0.0,
+        cache_salt: str | None = None,
     ) -> None:
         super().__init__(
             request_id,
@@ -54,8 +56,10 @@ class Request(RequestRow):
         )
         self.params = params
         self.arrival = arrival
+        self.cache_salt = cache_salt
         self.state = RequestState.WAITING
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
         self.cancelled = False
 
     @property

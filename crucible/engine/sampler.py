@@ -21,7 +21,10 @@ class Sampler:
         self.token_count = token_count
 
     def pick(self, logits: NDArray[np.float32], batch: Batch) -> NDArray[np.int32]:
-        """One token id for each logit row, int32 [n]. logits: float32 [n, vocab], in the order of batch.logit_rows."""
+        """One token id for each logit row, int32 [n]. logits: float32 [n, vocab], in the order of batch.logit_rows.
+
+        NO_TOKEN (crucible.native.batch) for a row with a NaN or +inf.
+        """
         token_ids = np.empty(len(logits), np.int32)
         sampling.select_rows(
             np.ascontiguousarray(logits),

@@ -18,7 +18,7 @@ from crucible.engine.kv_cache import KVPages
 from crucible.engine.messages import FinishReason
 from crucible.engine.request import Request, RequestState, prompt_array
 from crucible.errors import QueueFullError, RequestError
-from crucible.native.batch import PAGE_TOKENS, STOPPED, advance, pages_for, wasted_slots
+from crucible.native.batch import BROKEN, PAGE_TOKENS, STOPPED, advance, pages_for, wasted_slots
 
 
 @dataclass(slots=True)
@@ -41,9 +41,17 @@ class Scheduler:
 
     max_queue: live requests allowed beyond ``max_batch``. context: most tokens (prompt + generated) of a request.
     prefill_budget: prompt tokens a plan, over all requests; prefill_chunk_tokens: the same for one request.
-    token_count: ids below it may be input. eos_token_ids: ids that end a request.
+    min_packed: prompts that a plan must reach to compute several at once; a plan that reaches fewer computes the first
+    alone (2 packs always; more than ``max_batch`` never). token_count: ids below it may be input. eos_token_ids: ids
+    that end a request.
 
-    Not thread-safe. ``waiting``, ``prefilling`` and ``running`` are in order of arrival, for reading only.
+    Admission is first come, first served; the admitted prompts take turns: those a plan reached and did not finish go
+    to the back. So each of them, unless cancelled, gets work within R plans of its admission and of its last turn:
+    R = ceil(max_batch / max(1, prefill_budget // chunk)), chunk being the smaller of prefill_chunk_tokens and
+    prefill_budget; R = max_batch with a ``min_packed`` above 2. That bounds progress, not time.
+
+    Not thread-safe. ``waiting`` and ``running`` are in order of arrival and of the first token, ``prefilling`` in the
+    order of turns; for reading only.
     """
 
     def __init__(
@@ -56,6 +64,7 @@ class Scheduler:
         prefill_budget: int,
         token_count: int,
         prefill_chunk_tokens: int | None = None,
+        min_packed: int = 2,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         self.pages = pages
@@ -64,6 +73,7 @@ class Scheduler:
         self.context = context
         self.prefill_budget = prefill_budget
         self.chunk = min(prefill_chunk_tokens or prefill_budget, prefill_budget)
+        self.min_packed = min_packed
         self.token_count = token_count
         self.eos_ids = np.array(eos_token_ids, np.int32)
         self.waiting: deque[Request] = deque()
@@ -81,6 +91,7 @@ class Scheduler:
         *,
         choice: int = 0,
         arrival: float = 0.0,
+        cache_salt: str | None = None,
     ) -> Request:
         """Queue a request. ``params.max_tokens`` of None means up to the context.
 
@@ -94,7 +105,7 @@ class Scheduler:
             raise QueueFullError(
                 f"the queue is full ({self.max_batch} resident and {self.max_queue} waiting requests); try again later"
             )
-        request = Request(request_id, prompt, max_tokens, params, choice=choice, arrival=arrival)
+        request = Request(request_id, prompt, max_tokens, params, choice=choice, arrival=arrival, cache_salt=cache_salt)
         self._live[request_id] = request
         self.waiting.append(request)
         return request
@@ -147,22 +158,32 @@ class Scheduler:
             plan.prefill.append(request)
             plan.counts.append(count)
             budget -= count
+        if len(plan.prefill) < self.min_packed:
+            del plan.prefill[1:], plan.counts[1:]
         return plan
 
     def commit(self, plan: Plan, token_ids: NDArray[np.int32]) -> list[Request]:
         """Record a computed plan: ``token_ids`` int32, one for each request that had logits, in the plan's order.
 
-        Returns those requests. The ones that ended (eos or length) have retired and given their pages back.
+        Returns the requests that got a token: all of those, except where NO_TOKEN says that there was none to choose.
+        The ones that ended (eos, length, or for want of a token) have retired and given their pages back.
         """
         sampled, ended = advance(plan.decode, plan.prefill, plan.counts, token_ids, self.eos_ids)
+        self.pages.prefix.publish(plan.decode, plan.prefill)  # before anyone retires: a page without content is freed
         if plan.prefill:
+            unfinished = []
             for request in plan.prefill:
                 if request.generated:
                     request.state = RequestState.RUNNING
                     self.running.append(request)
-            self.prefilling = [request for request in self.prefilling if not request.generated]
+                else:
+                    unfinished.append(request)
+            self.prefilling = self.prefilling[len(plan.prefill) :] + unfinished
         for request in ended:
-            self._retire(request, "stop" if request.finish_code == STOPPED else "length")
+            if request.finish_code == BROKEN:
+                self._break(request)
+            else:
+                self._retire(request, "stop" if request.finish_code == STOPPED else "length")
         if ended:
             self._sweep()
         return sampled
@@ -224,6 +245,12 @@ class Scheduler:
         self.pages.release(request)
         del self._live[request.request_id]
         self._finished.append(request)
+
+    def _break(self, request: Request) -> None:
+        """End a request whose logits no token can be chosen from; its neighbours go on."""
+        request.error = f"the model's logits after {request.length} tokens of this request hold NaN or infinity"
+        self.pages.prefix.forget(request)
+        self._retire(request, "error")
 
     def _sweep(self) -> None:
         self.prefilling = [request for request in self.prefilling if request.state is RequestState.PREFILLING]

@@ -3,10 +3,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from crucible.native.pages import PagePool
+
 PAGE_TOKENS: int
 RUNS_ON: int
 STOPPED: int
 FULL: int
+BROKEN: int
+NO_TOKEN: int
 
 _Row = TypeVar("_Row", bound=RequestRow)
 
@@ -19,6 +23,9 @@ class RequestRow:
     length: int
     computed: int
     page_count: int
+    published: int
+    chain: int
+    cached_tokens: int
     finish_code: int
     choice: int
     ignore_eos: bool
@@ -43,9 +50,10 @@ class RequestRow:
     def remaining(self) -> int: ...
     @property
     def generated(self) -> int: ...
-    def assign_pages(self, pages: list[int], computed: int = 0) -> None: ...
+    def assign_pages(self, pages: list[int], computed: int = 0, chain: int = 0) -> None: ...
     def take_pages(self) -> list[int]: ...
 
+def publish(pool: PagePool, decode: list[_Row], prefill: list[_Row]) -> None: ...
 def wasted_slots(requests: list[_Row]) -> int: ...
 def pages_for(tokens: int) -> int: ...
 

@@ -1,4 +1,4 @@
-"""Byte-level BPE over tables held in C; see native/bpe.pyx. Special tokens, files and invalid UTF-8 are not its business."""
+"""Byte-level BPE: UTF-8 to token ids and back; stub of native/bpe.pyx."""
 
 from collections.abc import Sequence
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from crucible.config import EngineConfig, SamplingParams
-from crucible.engine.core import CPU_CONTEXT, CPU_PREFILL_BUDGET, EngineCore, resolve_config
+from crucible.engine.core import CPU_CONTEXT, CPU_PREFILL_BUDGET, EngineCore, failure_text, resolve_config
 from crucible.engine.messages import Finished, StepOutput, TokenEvent
 from crucible.engine.model_runner import ModelRunner
 from crucible.engine.scheduler import Plan
@@ -171,7 +171,9 @@ def test_cancel_is_reported_by_the_next_step() -> None:
         ("a", "cancelled", 40, 0),
         ("c", "cancelled", 40, 0),
     }
-    assert Answers().drain(core).tokens["b"] == alone(prompt(40), GREEDY)[0]
+    answers = Answers()
+    answers.take(output)
+    assert answers.drain(core).tokens["b"] == alone(prompt(40), GREEDY)[0]
     assert core.metrics()["cancelled_requests"] == 2
     assert core.metrics()["kv_pages_used"] == 0
 
@@ -188,9 +190,10 @@ def test_metrics_count_what_happened() -> None:
     assert core.metrics() | {"uptime_s": 0} == {
         "active_requests": 2, "queued_requests": 0, "prefilling_requests": 1, "completed_requests": 0,
         "cancelled_requests": 0, "failed_requests": 0, "tokens_generated": 1, "kv_pages_used": 4,
-        "kv_pages_total": 64, "wasted_slots": (16 - 8) + (48 - 24), "batch_last": 0, "batch_avg": 0.0,
-        "decode_steps": 0, "prefill_chunks": 2, "prefill_tokens": 32, "last_prefill_chunk_tokens": 32,
-        "packed_calls": 1, "uptime_s": 0,
+        "kv_pages_cached": 0, "kv_pages_total": 64, "wasted_slots": (16 - 8) + (48 - 24), "batch_last": 0,
+        "batch_avg": 0.0, "decode_steps": 0, "prefill_chunks": 2, "prefill_tokens": 32, "last_prefill_chunk_tokens": 32,
+        "packed_calls": 1, "prefix_cache_hits": 0, "prefix_cache_tokens": 0, "prefix_cache_evictions": 0,
+        "nan_rows": 0, "uptime_s": 0,
     }  # fmt: skip
     Answers().drain(core)
     done = core.metrics()
@@ -198,6 +201,102 @@ def test_metrics_count_what_happened() -> None:
     assert (done["decode_steps"], done["batch_last"], done["batch_avg"]) == (2, 2, 1.5)
     assert (done["prefill_tokens"], done["packed_calls"], done["wasted_slots"]) == (48, 1, 0)
     assert done["uptime_s"] > 0
+
+
+def test_a_known_beginning_is_not_computed_again() -> None:
+    core = make_core(model={"eos_token_ids": []})
+    core.add_request("a", prompt(50), GREEDY)
+    first = Answers().drain(core)
+    assert (first.finished["a"].cached_tokens, core.metrics()["kv_pages_cached"]) == (0, 3)
+    core.add_request("b", prompt(50), GREEDY)
+    core.add_request("c", prompt(50)[:48], GREEDY)  # the page of its last token is not taken
+    core.add_request("d", prompt(50), GREEDY, cache_salt="mine")
+    answers = Answers().drain(core)
+    assert [answers.finished[name].cached_tokens for name in "bcd"] == [48, 32, 0]
+    assert answers.tokens["b"] == answers.tokens["d"] == first.tokens["a"]
+    assert answers.tokens["c"] == alone(prompt(50)[:48], GREEDY)[0]
+    metrics = core.metrics()
+    assert (metrics["prefix_cache_hits"], metrics["prefix_cache_tokens"], metrics["prefill_tokens"]) == (2, 80, 118)
+    core.add_request("e", prompt(50), SamplingParams(max_tokens=20))
+    answer = Answers().drain(core).tokens["e"]
+    core.add_request("f", [*prompt(50), *answer, 3], GREEDY)  # the answer's full page is found too
+    assert Answers().drain(core).finished["f"].cached_tokens == 64
+    core.check()
+
+
+def test_the_prefix_cache_can_be_off() -> None:
+    core = make_core(prefix_cache=False)
+    for name in "ab":
+        core.add_request(name, prompt(50), GREEDY)
+        assert Answers().drain(core).finished[name].cached_tokens == 0
+    assert (core.metrics()["kv_pages_cached"], core.metrics()["prefix_cache_hits"]) == (0, 0)
+
+
+def test_prompts_are_computed_one_a_step_without_batched_prefill() -> None:
+    core = make_core(batched_prefill=False)
+    for name in "abc":
+        core.add_request(name, prompt(4, ord(name)), GREEDY)
+    answers = Answers().drain(core)
+    assert core.metrics()["packed_calls"] == 0
+    for name in "abc":
+        assert answers.tokens[name] == alone(prompt(4, ord(name)), GREEDY)[0]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_request_without_finite_logits_fails_alone(bad: float, at: int) -> None:
+    """``at`` 0: the prompt's logits; else a decode step's."""
+    core = make_core(model={"eos_token_ids": []})
+    forward = core.runner._forward  # type: ignore[attr-defined]
+    ids = prompt(40, 1)
+
+    def faulty(weights: Any, ops: Any, batch: Any, cache: Any) -> Any:
+        logits = forward(weights, ops, batch, cache)
+        for i, row in enumerate(batch.logit_rows):
+            sequence = batch.row_sequence[row]
+            if batch.context_lengths[sequence] == len(ids) + at and batch.page_tables[sequence, 0] == poisoned[0]:
+                logits[i, 7] = bad
+        logits[:, TOKENS:] = np.nan  # padding is nobody's business
+        logits[:, 3] = -np.inf  # a forbidden token is not a fault
+        return logits
+
+    core.runner._forward = faulty  # type: ignore[attr-defined]
+    core.add_request("a", prompt(40, 0), GREEDY)
+    core.add_request("b", ids, GREEDY)
+    core.launch()
+    poisoned = [core.scheduler.prefilling[1].page_row[0]]
+    answers = Answers()
+    answers.take(core.collect())
+    answers.drain(core)
+    assert answers.finished["a"].finish_reason == "length"
+    assert len(answers.tokens["a"]) == 8
+    end = answers.finished["b"]
+    assert (end.finish_reason, end.completion_tokens, len(answers.tokens.get("b", []))) == ("error", at, at)
+    assert end.error == f"the model's logits after {40 + at} tokens of this request hold NaN or infinity"
+    assert core.failure is None
+    metrics = core.metrics()
+    assert (metrics["nan_rows"], metrics["failed_requests"], metrics["kv_pages_used"]) == (1, 1, 0)
+    poisoned = [-1]
+    core.add_request("c", ids, GREEDY)  # and what the failed request computed is not used again
+    core.add_request("d", prompt(40, 0), GREEDY)
+    again = Answers().drain(core)
+    assert [again.finished[name].cached_tokens for name in "cd"] == [0, 32]
+    assert again.finished["c"].finish_reason == "length"
+    core.check()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("odd"), "the engine failed: ValueError: odd"),
+        (EngineError("1 logit row is missing"), "the engine failed: 1 logit row is missing"),
+        (EngineError("the engine failed: it is gone"), "the engine failed: it is gone"),
+        (EngineError("two\nlines"), "the engine failed: two"),
+        (EngineError(), "the engine failed: EngineError: "),
+    ],
+)
+def test_a_failure_says_so_once(error: Exception, text: str) -> None:
+    assert failure_text(error) == text
 
 
 def test_engine_info_says_what_was_resolved() -> None:

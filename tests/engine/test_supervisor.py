@@ -21,10 +21,16 @@ from tests.serving import Running, alive, events, eventually, serving
 
 
 @pytest.fixture(scope="module")
-def mortal() -> Iterator[Running]:
+def mortal(gate: Path) -> Iterator[Running]:
     """An engine and two http workers whose processes these tests kill."""
-    with serving(core={"step_s": 0.005, "max_batch": 8}, http_workers=2) as running:
+    with serving(core={"step_s": 0.005, "max_batch": 8, "gate": str(gate)}, http_workers=2) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file exists, an engine goes on loading."""
+    return tmp_path_factory.mktemp("mortal") / "gate"
 
 
 def ask_anew(running: Running, prompt: str = "ab") -> int:
@@ -36,8 +42,9 @@ def ask_anew(running: Running, prompt: str = "ab") -> int:
         return 0
 
 
-def test_a_killed_engine_ends_its_streams_with_an_error_and_is_replaced(mortal: Running) -> None:
+def test_a_killed_engine_ends_its_streams_with_an_error_and_is_replaced(mortal: Running, gate: Path) -> None:
     engine, *workers = mortal.children()
+    gate.touch()
     with mortal.http.stream("POST", "/v1/generate/stream", json={"prompt": "a", "max_tokens": 4000}) as response:
         chunks = response.iter_text()
         next(chunks)
@@ -45,12 +52,17 @@ def test_a_killed_engine_ends_its_streams_with_an_error_and_is_replaced(mortal: 
         name, data = events("".join(chunks))[-1]
     assert (name, data["finish_reason"]) == ("done", "error")
     assert "the engine stopped" in data["error"]["message"]
-    down = mortal.post(prompt="a", max_tokens=1)
-    if down.status_code != 200:  # not back yet
+    for path in ("/v1/generate", "/v1/generate/stream"):
+        down = mortal.post(path, prompt="a", max_tokens=1)
         assert down.status_code == 503
         assert int(down.headers["retry-after"]) >= 1
+        assert down.json()["error"]["type"] == "unavailable_error"
+    health = mortal.get("/health")
+    assert (health.status_code, health.json()["status"]) == (503, "restarting")
+    gate.unlink()
     eventually(lambda: {ask_anew(mortal) for _ in range(8)} == {200})
-    assert mortal.get("/health").json()["status"] == "ok"
+    eventually(lambda: mortal.get("/health").json()["status"] == "ok")
+    assert mortal.metrics()["kv_pages_used"] == 0
     assert set(workers) <= set(mortal.children())
     assert any("the engine died (killed by SIGKILL" in line for line in mortal.errors), mortal.errors
     assert any("the engine is back" in line for line in mortal.errors)
@@ -99,8 +111,10 @@ def test_children_end_with_a_killed_supervisor() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_live_requests_finish_and_takes_no_new_ones(number: signal.Signals) -> None:
-    with serving(core={"step_s": 0.02}) as running:
+def test_a_signal_lets_live_requests_finish_and_takes_no_new_ones(number: signal.Signals, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    with serving(core={"step_s": 0.02, "hold": str(hold)}) as running:
         outcome: list[str] = []
 
         def ask() -> None:
@@ -119,8 +133,11 @@ def test_a_signal_lets_live_requests_finish_and_takes_no_new_ones(number: signal
             os.kill(pid, number)
         eventually(lambda: refused(running))
         kept.request("POST", "/v1/generate", b"{}")
-        assert kept.getresponse().status == 503
+        answer = kept.getresponse()
+        assert (answer.status, answer.getheader("connection")) == (503, "close")
+        answer.read()
         kept.close()
+        hold.unlink()
         thread.join(10)
         assert outcome == ["ab" * 15]
         assert running.wait_exit() == 0
@@ -132,9 +149,35 @@ def refused(running: Running) -> bool:
     """Whether the address takes no connections any more."""
     try:
         socket.create_connection(running.address, timeout=1).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # the latter: just when the socket was closed
         return True
     return False
+
+
+def test_what_was_sent_before_the_drain_ended_is_answered(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    with serving(core={"step_s": 0.01, "hold": str(hold)}) as running:
+        live = running.open_post("/v1/generate", prompt="ab", max_tokens=4)
+        eventually(lambda: running.metrics()["active_requests"] == 1)
+        half = socket.create_connection(running.address, timeout=5)
+        half.sendall(b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{")
+        eventually(lambda: running.get("/health").status_code == 200)
+        running.process.send_signal(signal.SIGTERM)
+        eventually(lambda: refused(running))
+        hold.unlink()
+        half.sendall(b"}")
+        answer = b""
+        while chunk := half.recv(65536):  # the connection ends with its answer
+            answer += chunk
+        assert answer.startswith(b"HTTP/1.1 503")
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += live.recv(65536)
+        assert b'"abab"' in answer
+        live.close()
+        half.close()
+        assert running.wait_exit() == 0
 
 
 def test_a_second_signal_stops_at_once() -> None:
@@ -201,9 +244,22 @@ def test_a_child_that_keeps_dying_is_restarted_with_growing_pauses_and_then_give
     assert lines[-1] == "error: the engine died 4 times in a row, giving up: exit code 3"
 
 
-def test_health_tells_loading_from_ready() -> None:
+def test_a_stuck_step_is_seen_from_outside() -> None:
+    with serving(core={"stick_s": 3.0}, stalled_s=0.3) as running:
+        with running.open_post("/v1/generate/stream", prompt="!stick", max_tokens=2):
+            eventually(lambda: running.get("/health").status_code == 503)
+            health = running.get("/health").json()
+            assert health["status"] == "stalled"
+            assert health["step_age_s"] > 0.3
+            assert "no progress" in health["error"]["message"]
+        eventually(lambda: running.get("/health").json()["status"] == "ok")
+
+
+def test_health_tells_loading_from_ready(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
     port = free_port()
-    with serving(wait=False, core={"load_s": 1.0}, port=port) as running:
+    with serving(wait=False, core={"gate": str(gate)}, port=port) as running:
         running.url = f"http://127.0.0.1:{port}"
         running.http = httpx.Client(base_url=running.url, verify=False)
 
@@ -223,6 +279,7 @@ def test_health_tells_loading_from_ready() -> None:
         assert "retry-after" in response.headers
         assert running.get("/metrics").status_code == 503
         assert running.post(prompt="a", max_tokens=0).status_code == 400
+        gate.unlink()
         running.wait_up()
         assert running.get("/health").status_code == 200
 

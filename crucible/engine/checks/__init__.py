@@ -1,0 +1,1 @@
+"""The exactness suite: what a request is answered does not depend on anything but the request, to the bit."""
