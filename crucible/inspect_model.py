@@ -1,7 +1,7 @@
 """``crucible inspect``: what a checkpoint is, what it costs in memory, and whether that fits this machine.
 
-Counts come from the tensors that the config names; sizes are of what is loaded for serving (int8 weights keep one
-float32 scale an output row, norms and biases stay float32) and of a float32 KV cache.
+Counts come from the tensors that the config names; sizes are of what is loaded for serving (int8 weights keep a
+16-bit scale an output and 32 inputs, norms and biases stay float32) and of a float32 KV cache.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from pathlib import Path
 
 from crucible.checkpoint import Checkpoint, check_finite, expected_tensors, open_checkpoint
 from crucible.config.engine import EngineConfig
+from crucible.config.limits import CPU_CONTEXT
 from crucible.config.model import Learned, ModelConfig, Rope
-
-CPU_CONTEXT = 2048
-"""The default context on a CPU is the model's, at most this."""
+from crucible.kernels.constants import QUANT_GROUP
 
 _PARTS = {"embed_tokens": "embedding", "embed_positions": "embedding", "self_attn": "attention", "mlp": "mlp",
           "norm": "norms", "lm_head": "output head"}  # fmt: skip
@@ -34,7 +33,11 @@ class Component:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """Everything ``crucible inspect`` prints. Sizes in bytes; ``available`` is ``None`` where it cannot be known."""
+    """Everything ``crucible inspect`` prints.
+
+    Sizes in bytes; ``available`` is ``None`` where it cannot be known. ``dtype`` names every type that weights are
+    stored in.
+    """
 
     path: Path
     native: bool
@@ -80,7 +83,7 @@ def _report(checkpoint: Checkpoint) -> ModelReport:
         path=checkpoint.path,
         native=checkpoint.native,
         config=config,
-        dtype=checkpoint.dtype,
+        dtype=" and ".join(sorted(set(checkpoint.dtypes().values()))),
         file_bytes=checkpoint.file_bytes,
         components=components,
         parameters=sum(part.parameters for part in components.values()),
@@ -103,7 +106,7 @@ def components_of(config: ModelConfig) -> dict[str, Component]:
         parts[part] = Component(
             parameters=old.parameters + count,
             f32=old.f32 + 4 * count,
-            int8=old.int8 + (count + 4 * shape[0] if packed else 4 * count),
+            int8=old.int8 + (count + 2 * shape[0] * -(-shape[1] // QUANT_GROUP) if packed else 4 * count),
         )
     return parts
 

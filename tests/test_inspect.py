@@ -32,15 +32,15 @@ def test_parameters_and_memory_by_component() -> None:
     assert parts["mlp"].parameters == 2 * 3 * 32 * 48
     assert parts["norms"].parameters == 5 * 32
     assert parts["mlp"].f32 == 4 * parts["mlp"].parameters
-    assert parts["mlp"].int8 == parts["mlp"].parameters + 4 * 2 * (48 + 48 + 32)  # a scale an output row
+    assert parts["mlp"].int8 == parts["mlp"].parameters + 2 * 2 * (48 + 48 + 2 * 32)  # 32 inputs a scale
     assert parts["norms"].int8 == parts["norms"].f32
 
 
 def test_vectors_and_positions_stay_float32() -> None:
     biased = components_of(tiny_config(biases=Biases(qkv=True, attention_output=True, mlp=True)))["mlp"]
-    assert biased.int8 == 2 * 3 * 32 * 48 + (4 + 4) * 2 * (48 + 48 + 32)
+    assert biased.int8 == 2 * 3 * 32 * 48 + 4 * 2 * (48 + 48 + 32) + 2 * 2 * (48 + 48 + 2 * 32)
     embedding = components_of(tiny_config(position=Learned()))["embedding"]
-    assert embedding.int8 == 96 * 32 + 4 * 96 + 4 * 256 * 32
+    assert embedding.int8 == 96 * 32 + 2 * 96 + 4 * 256 * 32
 
 
 def test_the_report_of_a_tied_model(tmp_path: Path) -> None:
@@ -126,3 +126,9 @@ def test_sizes() -> None:
     assert [size_text(size) for size in (0, 1023, 1024, 1536 * 1024, 3 << 30)] == [
         "0 B", "1023 B", "1.0 KiB", "1.5 MiB", "3.0 GiB",
     ]  # fmt: skip
+
+
+def test_int8_keeps_a_scale_for_every_32_inputs() -> None:
+    wide = components_of(tiny_config(intermediate_size=130))["mlp"]
+    down, gate_and_up = 32, 2 * 130
+    assert wide.int8 == wide.parameters + 2 * 2 * (down * 5 + gate_and_up * 1)  # 130 inputs: five groups

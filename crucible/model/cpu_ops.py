@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crucible.config import ModelConfig
 from crucible.config.engine import PAGE_TOKENS
@@ -24,14 +25,15 @@ from crucible.model.ops import BatchView, FloatArray
 from crucible.model.positions import alibi_slopes, rope_tables
 
 LANES = linear.LANES
+SCALE_ONE = 0x7F00  # 1.0 (kernels/cpu/intrinsics.py)
 
 
 @dataclass(frozen=True)
 class CpuMatrix:
-    """Weights in blocks of 64 outputs: ``w`` [blocks, K, 64] int8 or float32, ``scale`` and ``bias`` [blocks · 64]."""
+    """Weights in blocks of 64 outputs; w, scale and bias are laid out as kernels/cpu/linear.py says."""
 
     w: np.ndarray[Any, Any]
-    scale: FloatArray
+    scale: NDArray[np.uint16]
     bias: FloatArray
     out_features: int
 
@@ -97,8 +99,13 @@ class CpuOps:
 
     def _empty(self, out_features: int, rows: int, k: int, quant: str) -> CpuMatrix:
         blocks = -(-rows // LANES)
-        w = np.zeros((blocks, k, LANES), np.int8 if quant == "int8" else np.float32)
-        return CpuMatrix(w, np.ones(blocks * LANES, np.float32), np.zeros(blocks * LANES, np.float32), out_features)
+        groups = -(-k // linear.GROUP) if quant == "int8" else 1
+        return CpuMatrix(
+            w=np.zeros((blocks, k, LANES), np.int8 if quant == "int8" else np.float32),
+            scale=np.full((blocks, groups, LANES), SCALE_ONE, np.uint16),
+            bias=np.zeros(blocks * LANES, np.float32),
+            out_features=out_features,
+        )
 
     def vector(self, values: FloatArray) -> FloatArray:
         return np.array(values, dtype=np.float32)

@@ -95,7 +95,9 @@ class _Reader:
     def read(self, name: str) -> FloatArray:
         self._names.append(name)
         values = self.checkpoint.read(name)
-        if not np.isfinite(values.sum()):  # one NaN or infinity makes the sum one; much faster than looking at each
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = values.sum()  # one NaN or infinity makes the sum one; much faster than looking at each
+        if not np.isfinite(total):
             check_finite(self.checkpoint)
         return values
 

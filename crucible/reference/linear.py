@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numba import njit
 
@@ -31,18 +33,22 @@ def embed(table: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
 
 
 @njit
-def quantize_rows(weight: np.ndarray) -> np.ndarray:
-    """What int8 weights stand for: float32 [N, K] → float64, each row rounded to multiples of max|row| / 127.
+def quantize_groups(weight: np.ndarray, group: int) -> np.ndarray:
+    """What int8 weights stand for: float32 [N, K] → float64.
 
-    The scale and the quotient are float32, halves round to even, as a kernel's packing does.
+    Each run of ``group`` inputs of an output (the last may be shorter) is rounded to multiples of its scale: its
+    largest magnitude / 127, rounded to 9 significant bits. Quotients are float32, halves round to even.
     """
     out = np.zeros(weight.shape)
     for n in range(weight.shape[0]):
-        top = np.float32(0.0)
-        for k in range(weight.shape[1]):
-            top = max(top, abs(weight[n, k]))
-        scale = top / np.float32(127.0)
-        if scale > 0.0:
-            for k in range(weight.shape[1]):
-                out[n, k] = float(np.rint(weight[n, k] / scale)) * float(scale)
+        for start in range(0, weight.shape[1], group):
+            end = min(start + group, weight.shape[1])
+            top = np.float32(0.0)
+            for k in range(start, end):
+                top = max(top, abs(weight[n, k]))
+            mantissa, exponent = math.frexp(top / np.float32(127.0))
+            scale = np.float32(math.ldexp(math.floor(mantissa * 512.0 + 0.5) / 512.0, exponent))
+            if scale > 0.0:
+                for k in range(start, end):
+                    out[n, k] = float(np.rint(weight[n, k] / scale)) * float(scale)
     return out

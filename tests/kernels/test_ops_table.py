@@ -56,14 +56,20 @@ def test_a_row_has_the_same_bits_whatever_the_number_of_rows(rows: int, quant: s
 
 def test_int8_packing_rounds_halves_to_even_and_keeps_zero_rows() -> None:
     ops = cpu_ops(OPS[0].cases[0])
-    rows = np.zeros((66, 3), np.float32)
-    rows[0] = [127.0, 0.5, 1.5]
-    rows[65] = [-254.0, 3.0, 5.0]  # scale 2: 1.5 → 2, 2.5 → 2
+    rows = np.zeros((66, 67), np.float32)
+    rows[0, :3] = [127.0, 0.5, 1.5]
+    rows[0, 64:] = [0.0, 63.5, -31.75]  # the third group of inputs has its own scale, 0.5
+    rows[0, 32] = 1.0  # scale 1/127, in 9 significant bits 0.0078735: 127.008 → 127
+    rows[65, :3] = [-254.0, 3.0, 5.0]  # scale 2: 1.5 → 2, 2.5 → 2
     matrix = ops.pack([rows], None, "int8")
     assert matrix.w.dtype == np.int8
-    assert matrix.w[0, :, 0].tolist() == [127, 0, 2]
-    assert matrix.w[1, :, 1].tolist() == [-127, 2, 2]
-    assert matrix.scale[65] == 2.0
+    assert matrix.w[0, :3, 0].tolist() == [127, 0, 2]
+    assert matrix.w[0, 64:, 0].tolist() == [0, 127, -64]
+    assert matrix.w[0, 32, 0] == 127
+    assert matrix.scale[0, :, 0].tolist() == [0x7F00, 0x7802, 0x7E00]
+    assert matrix.w[1, :3, 1].tolist() == [-127, 2, 2]
+    assert matrix.scale.shape == (2, 3, 64)
+    assert matrix.scale[1, 0, 1] == 0x8000
     assert not matrix.w[0, :, 1].any()
 
 

@@ -37,4 +37,5 @@ def test_bytes_and_progress(quant: str, element: int, tmp_path: Path) -> None:
     assert weights.head is weights.embedding
     # 128 embedding rows and 96 + 64 + 64 + 64 + 64 rows a layer of 64 inputs (96 packs as 128), scale and bias a row.
     rows = 128 + 2 * (128 + 64 + 128 + 64)
-    assert weights.nbytes == rows * 64 * element + rows * 8
+    groups = 2 if quant == "int8" else 1
+    assert weights.nbytes == rows * 64 * element + rows * (2 * groups + 4)

@@ -56,6 +56,8 @@ def test_attention_is_a_masked_softmax_over_grouped_heads() -> None:
             np.testing.assert_allclose(got[row, head], weights @ v[seen, head // 2], rtol=1e-12)
 
 
-def test_quantize_rows_rounds_to_127_steps_of_the_largest_value() -> None:
-    rows = np.array([[127.0, -0.4, 63.5], [0.0, 0.0, 0.0]], np.float32)
-    assert reference.quantize_rows(rows).tolist() == [[127.0, -0.0, 64.0], [0.0, 0.0, 0.0]]
+def test_quantize_groups_rounds_to_steps_of_the_largest_value_over_127() -> None:
+    rows = np.array([[127.0, -0.4, 63.5, 1.27, 0.02], [0.0, 0.0, 0.0, 0.0, 0.0]], np.float32)
+    step = 0.010009765625  # 0.01 in 9 significant bits; the first group's is 1
+    got = reference.quantize_groups(rows, 3)
+    assert got.tolist() == [[127.0, -0.0, 64.0, 127 * step, 2 * step], [0.0, 0.0, 0.0, 0.0, 0.0]]

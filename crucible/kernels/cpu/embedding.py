@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from crucible.kernels.cpu.linear import LANES
+from crucible.kernels.cpu.intrinsics import scale_to_float
+from crucible.kernels.cpu.linear import GROUP, LANES
 
 F = np.float32
 
@@ -18,9 +19,10 @@ def embed(w: np.ndarray, scale: np.ndarray, token_ids: np.ndarray, out: np.ndarr
         token = token_ids[row]
         block = w[token // LANES]
         lane = token % LANES
-        s = scale[token]
+        scales = scale[token // LANES]
+        depth = GROUP if scales.shape[0] > 1 else d
         for k in range(d):
-            out[row, k] = F(block[k, lane]) * s
+            out[row, k] = F(block[k, lane]) * scale_to_float(scales[k // depth, lane])
 
 
 @njit(parallel=True, cache=True, error_model="numpy")

@@ -21,7 +21,8 @@ from crucible.errors import ConfigError
 def _source_key() -> str:
     """Numba's cache does not notice an edited callee in another file, so the directory names all sources."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for source in [here.parent / "constants.py", *sorted(here.glob("*.py"))]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -1,0 +1,4 @@
+"""Numbers that packed weights depend on, readable without importing Numba."""
+
+QUANT_GROUP = 32
+"""Inputs of an output that share one scale in int8 weights (docs/decisions/0005)."""
