@@ -52,11 +52,15 @@ class ChatTemplate:
         path = Path(directory) / TEMPLATE_FILE
         config_path = Path(directory) / CONFIG_FILE
         config = read_json(config_path) if config_path.is_file() else {}
-        source = _named_template(config.get("chat_template"))
+        try:
+            variables = _token_texts(config)
+            source = None if path.is_file() else _chosen_template(config.get("chat_template"))
+        except CheckpointError as error:
+            raise CheckpointError(f"{config_path}: {error}") from None
         try:
             if path.is_file():
                 source = path.read_text(encoding="utf-8")
-            template = cls(source, _token_texts(config))
+            template = cls(source, variables)
         except (OSError, UnicodeDecodeError, CheckpointError) as error:
             raise CheckpointError(f"{path if path.is_file() else config_path}: {error}") from None
         if tokenizer is not None:
@@ -71,7 +75,7 @@ class ChatTemplate:
         """
         checked = _checked(messages)
         if self._template is None:
-            return tokenizer.encode(transcript(checked))
+            return tokenizer.encode_prompt(transcript(checked))
         guard = self._guard
         if guard is None or guard.tokenizer is not tokenizer:
             guard = self._guard = _Guard(tokenizer)
@@ -200,19 +204,39 @@ def _unused_characters(count: int, texts: Sequence[str]) -> list[str]:
     return found
 
 
-def _named_template(entry: Any) -> str | None:
-    """``chat_template`` of tokenizer_config.json: a text, or a list of named ones of which ``default`` counts."""
-    if isinstance(entry, list):
-        named = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
-        entry = named.get("default")
-    return entry if isinstance(entry, str) else None
+def _chosen_template(entry: Any) -> str | None:
+    """``chat_template`` of tokenizer_config.json: a text, or a list of named ones of which ``default`` counts.
+
+    Raises CheckpointError for anything else: a model that has a template must not get the plain transcript.
+    """
+    if entry is None or isinstance(entry, str):
+        return entry
+    if not isinstance(entry, list):
+        raise CheckpointError(f"chat_template must be a text or a list of named ones, got {shown(entry)}")
+    named: dict[str, str] = {}
+    for item in entry:
+        name, template = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(template, str):
+            raise CheckpointError(f"chat_template holds {shown(item)}, which lacks a name or a template")
+        named[name] = template
+    if "default" not in named:
+        raise CheckpointError(
+            f"chat_template has no template named 'default'; it has {shown(list(named))}: rename one of them"
+        )
+    return named["default"]
 
 
 def _token_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like: a text, or an object with the text as ``content``."""
-    entries = {name: config.get(name) for name in TOKEN_VARIABLES}
-    texts = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in entries.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    """``bos_token`` and its like: a text, an object with the text as ``content``, or null."""
+    texts: dict[str, str] = {}
+    for name in TOKEN_VARIABLES:
+        if (entry := config.get(name)) is None:
+            continue
+        text = entry.get("content") if isinstance(entry, dict) else entry
+        if not isinstance(text, str):
+            raise CheckpointError(f"{name} must be a text or an object with its content, got {shown(entry)}")
+        texts[name] = text
+    return texts
 
 
 def _compile(source: str) -> jinja2.Template:

@@ -69,7 +69,7 @@ class Checkpoint:
     path: Path
     config: ModelConfig
     dtype: str
-    """What the matrices are stored as: ``float32``, ``bfloat16`` or ``float16`` (the widest, if they differ)."""
+    """The type that holds every tensor exactly: the one they are all stored in, else ``float32``."""
     native: bool
     """Whether this is the native format, not a Hugging Face directory."""
 
@@ -78,9 +78,9 @@ class Checkpoint:
         self.config = config
         self.native = native
         self._holders = holders
-        self._shapes = shapes = expected_tensors(config)
-        stored = {holders[name].entries[name].dtype for name, shape in shapes.items() if len(shape) == 2}
-        self.dtype = next(name for code, name in FLOAT_NAMES.items() if code in stored)
+        self._shapes = expected_tensors(config)
+        stored = set(self.dtypes().values())
+        self.dtype = stored.pop() if len(stored) == 1 else "float32"
 
     @property
     def file_bytes(self) -> int:
@@ -90,6 +90,10 @@ class Checkpoint:
     def names(self) -> list[str]:
         """Every tensor of the model (those of expected_tensors)."""
         return list(self._shapes)
+
+    def dtypes(self) -> dict[str, str]:
+        """What each tensor of names() is stored as: ``float32``, ``bfloat16`` or ``float16``."""
+        return {name: FLOAT_NAMES[self._holders[name].entries[name].dtype] for name in self._shapes}
 
     def read(self, name: str) -> NDArray[np.float32]:
         """Tensor ``name``, float32, C-contiguous: a read-only view of the map if stored so, else a converted copy.
@@ -123,10 +127,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens a native or Hugging Face Llama directory and checks names, shapes, dtypes and offsets; reads no weights.
+    """Opens a native or Hugging Face Llama directory and checks names, shapes, dtypes and offsets.
 
-    Not checked: whether weights are finite (check_finite does). Raises CheckpointError with one line that names the
-    file and the fault.
+    Of the weights only a head that a tied model stores once more is read, to compare it with the embedding; whether
+    they are finite is check_finite's to say. Raises CheckpointError with one line that names the file and the fault.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -222,21 +226,20 @@ def save_checkpoint(
     config: ModelConfig,
     tensors: Iterable[tuple[str, NDArray[Any]]],
     *,
-    dtype: str = "float32",
+    dtype: str | Mapping[str, str] = "float32",
     files: Mapping[str, bytes] | None = None,
-    overwrite: bool = False,
 ) -> None:
     """Writes a native checkpoint directory, complete or not at all.
 
     tensors: every tensor of expected_tensors(config), in any order; a generator keeps memory at one tensor.
-    dtype: ``float32``, ``bfloat16`` or ``float16`` (rounded to nearest even). files: further files of the directory
-    such as ``tokenizer.vocab``. An existing ``path`` is refused unless ``overwrite``. Raises CheckpointError.
+    dtype: ``float32``, ``bfloat16`` or ``float16`` (rounded to nearest even), or one of these for each name. files:
+    further files of the directory such as ``tokenizer.vocab``. Raises CheckpointError, also for an existing ``path``.
     """
     extra = dict(files or {})
     for name in extra:
         if Path(name).name != name or name in (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME):
             raise CheckpointError(f"{name!r} cannot be an extra file of a checkpoint")
-    with new_directory(Path(path), overwrite=overwrite) as directory:
+    with new_directory(Path(path)) as directory:
         try:
             write_safetensors(
                 directory / WEIGHTS_NAME, expected_tensors(config), tensors, dtype=dtype, metadata={"format": "pt"}

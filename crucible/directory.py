@@ -13,17 +13,16 @@ from crucible.errors import CheckpointError
 
 
 @contextmanager
-def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def new_directory(target: Path) -> Iterator[Path]:
     """A temporary directory beside ``target`` to write into; when the block ends, it becomes ``target``.
 
-    An error inside the block removes it. An existing ``target`` is refused, or with ``overwrite`` replaced by two
-    renames. Raises CheckpointError when ``target`` exists or cannot be written.
+    An error inside the block removes it. Raises CheckpointError when ``target`` exists or cannot be written, or when
+    the block fails on another file, which is then named.
     """
     target = Path(os.path.abspath(target))
-    if not overwrite and os.path.lexists(target):
+    if os.path.lexists(target):
         raise CheckpointError(f"{target}: already exists; remove it or choose another name")
-    token = secrets.token_hex(4)
-    partial = target.parent / f".{target.name}.{token}.partial"
+    partial = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
@@ -31,29 +30,22 @@ def new_directory(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
             yield partial
             for file in (*partial.iterdir(), partial):
                 _flush(file)
-            _replace(partial, target, token, overwrite)
+            os.rename(partial, target)
             _flush(target.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise CheckpointError(f"{error.filename or target}: cannot be written ({error.strerror or error})") from None
+        raise _refusal(error, target, partial) from None
 
 
-def _replace(partial: Path, target: Path, token: str, overwrite: bool) -> None:
-    """rename(2) puts a directory over an empty one only, so an old one steps aside first."""
-    old = target.parent / f".{target.name}.{token}.old"
-    if overwrite and os.path.lexists(target):
-        os.rename(target, old)
-    try:
-        os.rename(partial, target)
-    except OSError:
-        if os.path.lexists(old):
-            os.rename(old, target)
-        raise
-    if old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        old.unlink(missing_ok=True)
+def _refusal(error: OSError, target: Path, partial: Path) -> CheckpointError:
+    """Whose fault it was: a file elsewhere is one that the block read; a full disk names no file."""
+    named, reason = error.filename, error.strerror or error
+    if isinstance(named, str | os.PathLike):
+        path = Path(os.path.abspath(named))
+        if path != partial and path not in target.parents and partial not in path.parents:
+            return CheckpointError(f"{path}: cannot be read ({reason})")
+    return CheckpointError(f"{target}: cannot be written ({reason})")
 
 
 def _flush(path: Path) -> None:

@@ -63,7 +63,7 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: {error}") from None
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """Tensor ``name`` dequantised to float32 [shape]."""
+        """Tensor ``name`` dequantised to float32 [shape]. Raises CheckpointError for a type that PyPI gguf cannot."""
         from gguf import GGMLQuantizationType, dequantize
 
         tensor = self.tensors[name]
@@ -72,8 +72,13 @@ class GgufFile:
             stored = data.view("<f4" if tensor.kind == GGMLQuantizationType.F32 else "<f2")
             return stored.astype(np.float32).reshape(tensor.shape)
         rows = data.reshape(*tensor.shape[:-1], -1)
-        with np.errstate(all="ignore"):
-            return np.ascontiguousarray(dequantize(rows, tensor.kind), dtype=np.float32).reshape(tensor.shape)
+        try:
+            with np.errstate(all="ignore"):
+                values = dequantize(rows, tensor.kind)
+        except NotImplementedError:
+            fault = f"{tensor.kind.name} cannot be dequantised by this gguf package"
+            raise CheckpointError(f"{self.path}: tensor {shown(name)}: {fault}") from None
+        return np.ascontiguousarray(values, dtype=np.float32).reshape(tensor.shape)
 
     def close(self) -> None:
         """Unmaps the file (or leaves that to the garbage collector while arrays view it)."""
@@ -124,6 +129,8 @@ class GgufFile:
             block, block_bytes = GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError):
             raise CheckpointError(f"tensor {shown(name)} has type {code}, unknown to this gguf package") from None
+        if 0 in shape:
+            raise CheckpointError(f"tensor {shown(name)} is empty: its shape is {list(shape)}")
         if shape[-1] % block:
             raise CheckpointError(f"tensor {shown(name)}: {kind.name} rows hold multiples of {block}, got {shape[-1]}")
         size = math.prod(shape) // block * block_bytes

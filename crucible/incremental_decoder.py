@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from crucible.errors import TokenizerError
+
 if TYPE_CHECKING:
     from crucible.tokenizer import Tokenizer
 
@@ -11,7 +13,8 @@ if TYPE_CHECKING:
 class IncrementalDecoder:
     """Turns tokens into text as they come; bytes are held back only while they may still become a character.
 
-    The pieces and the flush, joined, equal ``tokenizer.decode`` of all ids with the same ``skip_special``.
+    The pieces and the flush, joined, equal ``tokenizer.decode`` of all ids with the same ``skip_special``. An id below
+    ``token_count`` that the vocabulary leaves out has no text: a model may have a row for it and choose it.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
@@ -20,10 +23,15 @@ class IncrementalDecoder:
         self._held = b""
 
     def push(self, token_id: int) -> str:
-        """The text that the token completes; may be empty. Raises TokenizerError for an id without a token."""
+        """The text that the token completes; may be empty. Raises TokenizerError for an id past the vocabulary."""
         if token_id in self._skipped:
             return ""
-        data = self._held + self._tokenizer.token_bytes(token_id)
+        try:
+            data = self._held + self._tokenizer.token_bytes(token_id)
+        except TokenizerError:
+            if 0 <= token_id < self._tokenizer.token_count:
+                return ""
+            raise
         cut = len(data) - unfinished(data)
         self._held = data[cut:]
         return data[:cut].decode("utf-8", errors="replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,8 +18,8 @@ MAX_JSON_BYTES = 256 << 20
 def parse_json(data: bytes | memoryview, where: str | Path) -> dict[str, Any]:
     """The JSON object in ``data``.
 
-    Stricter than :mod:`json`: duplicate keys, NaN and Infinity, overflowing numbers, and anything but an object at
-    the top are refused. Raises CheckpointError that starts with ``where``.
+    Stricter than :mod:`json`: duplicate keys, NaN and Infinity, overflowing numbers, lone surrogates, and anything but
+    an object at the top are refused. Raises CheckpointError that starts with ``where``.
     """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -48,7 +49,26 @@ def parse_json(data: bytes | memoryview, where: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{where}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: a JSON object was expected, got {shown(value)}")
+    if re.search(r"\\u[dD][89a-fA-F]", text) and (bad := _lone_surrogate(value)) is not None:
+        raise CheckpointError(f"{where}: the string {shown(bad)} holds half of a surrogate pair, so it is not text")
     return value
+
+
+def _lone_surrogate(value: Any) -> str | None:
+    """A key or string inside ``value`` that has no UTF-8 form: JSON's escapes can write one."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting += (*item.keys(), *item.values())
+        elif isinstance(item, list):
+            waiting += item
+        elif isinstance(item, str):
+            try:
+                item.encode()
+            except UnicodeEncodeError:
+                return item
+    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:

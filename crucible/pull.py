@@ -7,6 +7,7 @@ of reach; ``hf:ORG/NAME`` comes from the Hugging Face hub.
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import os
 import re
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from crucible.config.paths import cache_directory
 from crucible.errors import CheckpointError
+from crucible.importers.hf import INDEX_NAME, WEIGHTS_NAME, shard_map
 from crucible.models import pulled_directory
 
 
@@ -44,8 +46,8 @@ KNOWN_MODELS = {
     ),
 }
 
-_HUB_FILES = ["config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json",
-              "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]  # fmt: skip
+_HUB_FILES = ["config.json", "generation_config.json", INDEX_NAME, "tokenizer.json", "tokenizer_config.json",
+              "chat_template.jinja"]  # fmt: skip
 
 
 def pull(name: str, progress: bool = False) -> Path:
@@ -149,15 +151,28 @@ def _pull_hub(repository: str, target: Path, scratch: Path, progress: bool) -> N
     from crucible.importers.hf_import import import_hf
 
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.utils import disable_progress_bars
     except ImportError:
-        raise CheckpointError("hf: models need huggingface_hub; run: pip install 'crucible-lm[hub]'") from None
+        raise CheckpointError("hf: models need huggingface_hub; run: pip install huggingface_hub") from None
     if not progress:
         disable_progress_bars()
+    directory = scratch / "hub"
+
+    def fetch(names: list[str], revision: str | None) -> None:
+        patterns = [glob.escape(name) for name in names]
+        snapshot_download(
+            repository, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"], local_dir=directory
+        )
+
     try:
-        snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"], local_dir=scratch / "hub")
+        revision = HfApi().model_info(repository).sha  # both downloads are of one commit
+        fetch(_HUB_FILES, revision)
+        index = directory / INDEX_NAME
+        fetch(sorted(set(shard_map(index).values())) if index.exists() else [WEIGHTS_NAME], revision)
+    except CheckpointError:
+        raise
     except Exception as error:  # HTTP libraries change from version to version, and so do their errors
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"hf:{repository} cannot be fetched from the hub: {lines[0][:200]}") from None
-    import_hf(scratch / "hub", target, progress=progress)
+    import_hf(directory, target, progress=progress)

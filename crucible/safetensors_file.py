@@ -184,24 +184,29 @@ def write_safetensors(
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Iterable[tuple[str, NDArray[Any]]],
     *,
-    dtype: str = "float32",
+    dtype: str | Mapping[str, str] = "float32",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes ``path`` while ``tensors`` arrive, in any order; only a slice of one is ever converted at a time.
 
-    ``shapes`` names every tensor of the file. dtype: float32, bfloat16 or float16. The file is flushed to the disk.
-    Raises CheckpointError for a tensor that is missing, unknown, repeated or of another shape.
+    ``shapes`` names every tensor of the file. dtype: float32, bfloat16 or float16, or one of these for each name. The
+    file is flushed to the disk. Raises CheckpointError for a tensor that is missing, unknown, repeated or of another
+    shape.
     """
-    if dtype not in _CODES:
-        raise CheckpointError(f"dtype must be one of {', '.join(_CODES)}, got {dtype!r}")
-    code = _CODES[dtype]
+    codes: dict[str, str] = {}
+    for name in shapes:
+        wanted = dtype if isinstance(dtype, str) else dtype.get(name)
+        if wanted not in _CODES:
+            which = "dtype" if isinstance(dtype, str) else f"dtype of {shown(name)}"
+            raise CheckpointError(f"{which} must be one of {', '.join(_CODES)}, got {wanted!r}")
+        codes[name] = _CODES[wanted]
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     starts: dict[str, int] = {}
     position = 0
-    for name, shape in shapes.items():
+    for name in sorted(shapes, key=lambda name: -ITEM_BYTES[codes[name]]):  # the widest first: then all are aligned
         starts[name] = position
-        position += math.prod(shape) * ITEM_BYTES[code]
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [starts[name], position]}
+        position += math.prod(shapes[name]) * ITEM_BYTES[codes[name]]
+        header[name] = {"dtype": codes[name], "shape": list(shapes[name]), "data_offsets": [starts[name], position]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-(8 + len(encoded)) % _ALIGN)
     with open(path, "wb") as file:
@@ -217,7 +222,7 @@ def write_safetensors(
             file.seek(8 + len(encoded) + starts.pop(name))
             flat = np.ascontiguousarray(values).reshape(-1)
             for first in range(0, flat.size, _CHUNK):
-                file.write(_convert(name, flat[first : first + _CHUNK], code).data)
+                file.write(_convert(name, flat[first : first + _CHUNK], codes[name]).data)
         if starts:
             raise CheckpointError(f"tensor {shown(next(iter(starts)))} is missing")
         file.flush()

@@ -29,12 +29,14 @@ JSON_FILE = "tokenizer.json"
 class Tokenizer:
     """The tokenizer of one vocabulary; safe to share between threads.
 
-    ``token_count`` is 1 + the highest id; ``special_tokens`` maps each special token's text to its id.
+    ``token_count`` is 1 + the highest id; ``special_tokens`` maps each special token's text to its id; ``prefix_ids``
+    go before every prompt that is plain text.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.special_tokens: dict[str, int] = vocabulary.special_tokens
         self.special_ids: frozenset[int] = vocabulary.special
+        self.prefix_ids: tuple[int, ...] = vocabulary.prefix_ids
         added = vocabulary.added_tokens
         self._literals = added | self.special_tokens
         self._special = _any_of(self.special_tokens)
@@ -109,6 +111,13 @@ class Tokenizer:
                     offset += len(data)
             return ids
         return self._ordinary(text.encode("utf-8"))[0]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids that a model is given for the raw prompt ``text``: ``prefix_ids``, then those of ``encode``.
+
+        Not for a text that continues another, nor for what a chat template wrote. Raises TokenizerError as ``encode``.
+        """
+        return [*self.prefix_ids, *self.encode(text)]
 
     def encode_array(self, text: str) -> NDArray[np.uint32]:
         """As ``encode`` without special tokens, for bulk work: uint32 [n], read-only."""

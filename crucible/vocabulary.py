@@ -2,7 +2,8 @@
 
 The file, little-endian: magic; u32 version, flags, token count, merge count, special count, added count, length of
 the pattern's name; the name; u16 length of each token by id (0: no such id); the tokens' bytes; u32 pairs of merges;
-u32 ids of special, then added tokens; u32 CRC-32 of all that comes before.
+u32 ids of special, then added tokens; with the flag PREFIX a u32 count and u32 ids of the prefix; u32 CRC-32 of all
+that comes before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from crucible.native.bpe import PATTERNS
 MAGIC = b"CRUVOCAB"
 VERSION = 1
 HEADER = struct.Struct("<7I")
-EXPLICIT_MERGES, WHOLE_PIECES, NFC = 1, 2, 4
+EXPLICIT_MERGES, WHOLE_PIECES, NFC, PREFIX = 1, 2, 4, 8
 MAX_TOKENS = 1 << 20
 MAX_TOKEN_BYTES = 0xFFFF
 
@@ -37,7 +38,8 @@ class Vocabulary:
     priority, or ``None``: any two neighbours whose bytes make an ordinary token merge, lowest id first (tiktoken's
     rule). ``whole_pieces``: a piece of text that is a token becomes it whatever the merges say. ``special`` ids come
     out of text only when asked for; ``added`` ids always do, found as literal text before anything else; all others
-    are ordinary. ``nfc``: text is brought to Unicode's composed form first.
+    are ordinary. ``nfc``: text is brought to Unicode's composed form first. ``prefix_ids`` go before every prompt that
+    is plain text (a beginning-of-text token, where the model was trained with one); chat templates write theirs.
     """
 
     pattern: str
@@ -47,6 +49,7 @@ class Vocabulary:
     merges: NDArray[np.uint32] | None = None
     whole_pieces: bool = True
     nfc: bool = False
+    prefix_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.pattern not in PATTERNS:
@@ -58,6 +61,9 @@ class Vocabulary:
         for token_id in sorted(self.special | self.added):
             if not 0 <= token_id < len(self.tokens) or not self.tokens[token_id]:
                 raise TokenizerError(f"special token id {token_id} has no token")
+        for token_id in self.prefix_ids:
+            if not 0 <= token_id < len(self.tokens) or not self.tokens[token_id]:
+                raise TokenizerError(f"prefix token id {token_id} has no token")
         if self.special & self.added:
             raise TokenizerError(f"token {min(self.special & self.added)} is both special and added")
 
@@ -108,15 +114,15 @@ class Vocabulary:
         for name, token_id in special.items():
             if not name or not 0 <= token_id < MAX_TOKENS or token_id in tokens:
                 raise TokenizerError(f"special token {name!r} is empty, or its id {token_id} is taken or too large")
-            tokens[token_id] = name.encode("utf-8")
+            tokens[token_id] = utf8(name)
         return cls(pattern, by_id(tokens), special=frozenset(special.values()))
 
     @classmethod
     def from_tokenizer_json(cls, data: bytes) -> Vocabulary:
         """A Hugging Face ``tokenizer.json`` of a byte-level BPE tokenizer.
 
-        Its post-processor (a beginning-of-text token put before every text) is not applied: chat templates write
-        theirs. Raises TokenizerError naming the part that cannot be represented.
+        What its post-processor puts before a text becomes ``prefix_ids``. Raises TokenizerError naming the part that
+        cannot be represented.
         """
         from crucible.foreign_vocabulary import read_tokenizer_json
 
@@ -124,7 +130,12 @@ class Vocabulary:
 
     @classmethod
     def from_gguf_fields(
-        cls, tokens: Sequence[str], token_types: Sequence[int], merges: Sequence[str], pre: str
+        cls,
+        tokens: Sequence[str],
+        token_types: Sequence[int],
+        merges: Sequence[str],
+        pre: str,
+        prefix_ids: Sequence[int] = (),
     ) -> Vocabulary:
         """The fields ``tokenizer.ggml.tokens``, ``.token_type``, ``.merges`` and ``.pre`` of a GGUF file.
 
@@ -132,7 +143,7 @@ class Vocabulary:
         """
         from crucible.foreign_vocabulary import read_gguf_fields
 
-        return read_gguf_fields(tokens, token_types, merges, pre)
+        return read_gguf_fields(tokens, token_types, merges, pre, prefix_ids)
 
     def to_bytes(self) -> bytes:
         """The content of the file. Raises TokenizerError when a token is longer than 65535 bytes."""
@@ -141,11 +152,14 @@ class Vocabulary:
             raise TokenizerError(f"token {lengths.argmax()} has {lengths.max()} bytes; at most {MAX_TOKEN_BYTES}")
         merges = np.empty((0, 2), np.uint32) if self.merges is None else self.merges
         flags = EXPLICIT_MERGES * (self.merges is not None) | WHOLE_PIECES * self.whole_pieces | NFC * self.nfc
+        flags |= PREFIX * bool(self.prefix_ids)
         name = self.pattern.encode("ascii")
         counts = (len(self.tokens), len(merges), len(self.special), len(self.added), len(name))
         marked = [*sorted(self.special), *sorted(self.added)]
         parts = [MAGIC, HEADER.pack(VERSION, flags, *counts), name, lengths.astype("<u2").tobytes(), *self.tokens]
         parts += [merges.astype("<u4").tobytes(), np.array(marked, "<u4").tobytes()]
+        if self.prefix_ids:
+            parts.append(np.array([len(self.prefix_ids), *self.prefix_ids], "<u4").tobytes())
         content = b"".join(parts)
         return content + struct.pack("<I", zlib.crc32(content))
 
@@ -165,7 +179,7 @@ class Vocabulary:
         version, flags, tokens, merges, special, added, name_length = HEADER.unpack(reader.take(HEADER.size, "header"))
         if version != VERSION:
             raise TokenizerError(f"format version {version}; this Crucible reads version {VERSION}")
-        if flags & ~(EXPLICIT_MERGES | WHOLE_PIECES | NFC):
+        if flags & ~(EXPLICIT_MERGES | WHOLE_PIECES | NFC | PREFIX):
             raise TokenizerError(f"unknown flags {flags:#x}")
         name = reader.take(name_length, "pre-tokenizer name")
         lengths = np.frombuffer(reader.take(2 * tokens, "token lengths"), "<u2")
@@ -174,6 +188,8 @@ class Vocabulary:
         pairs = np.frombuffer(reader.take(8 * merges, "merges"), "<u4").reshape(-1, 2).astype(np.uint32)
         specials = np.frombuffer(reader.take(4 * special, "special tokens"), "<u4").tolist()
         addeds = np.frombuffer(reader.take(4 * added, "added tokens"), "<u4").tolist()
+        (prefix,) = struct.unpack("<I", reader.take(4, "prefix count")) if flags & PREFIX else (0,)
+        prefix_ids = np.frombuffer(reader.take(4 * prefix, "prefix tokens"), "<u4").tolist()
         checksum = struct.unpack("<I", reader.take(4, "checksum"))[0]
         if reader.position != len(data):
             raise TokenizerError(f"{len(data) - reader.position} bytes after the end")
@@ -187,6 +203,7 @@ class Vocabulary:
             merges=pairs if flags & EXPLICIT_MERGES else None,
             whole_pieces=bool(flags & WHOLE_PIECES),
             nfc=bool(flags & NFC),
+            prefix_ids=tuple(prefix_ids),
         )
 
     @classmethod
@@ -197,6 +214,14 @@ class Vocabulary:
         except OSError as error:
             raise TokenizerError(f"{path}: {error.strerror}") from None
         return cls.from_bytes(data, str(path))
+
+
+def utf8(text: str) -> bytes:
+    """The bytes of a token's text. Raises TokenizerError for half of a surrogate pair, which is no text."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise TokenizerError(f"token {text!r} holds half of a surrogate pair, so it is not text") from None
 
 
 class _Reader:

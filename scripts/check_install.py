@@ -15,6 +15,7 @@ COMPILED = ("batch", "bpe", "pages", "sampling")
 DATA = {
     "crucible": ["py.typed"],
     "crucible.cuda": ["order_key.h"],
+    "crucible.data": ["LICENSE.gpt2", "gpt2.vocab"],
     "crucible.native": [f"{name}.pyi" for name in COMPILED],
 }
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,12 @@ from crucible.errors import CheckpointError, RequestError
 from crucible.tokenizer import Tokenizer, Vocabulary
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "§"]
-TOKENIZER = Tokenizer(
-    Vocabulary(
-        "gpt2",
-        [*(bytes([byte]) for byte in range(256)), *(text.encode() for text in SPECIAL)],
-        frozenset(range(256, 256 + len(SPECIAL))),
-    )
+VOCABULARY = Vocabulary(
+    "gpt2",
+    [*(bytes([byte]) for byte in range(256)), *(text.encode() for text in SPECIAL)],
+    frozenset(range(256, 256 + len(SPECIAL))),
 )
+TOKENIZER = Tokenizer(VOCABULARY)
 START, END, BOS, EOS, SECTION = range(256, 261)
 
 CHATML = (
@@ -199,6 +199,21 @@ def test_where_a_checkpoint_keeps_its_template(tmp_path: Path) -> None:
     assert prompt() == ids("three", EOS)
 
 
+def test_a_list_of_templates_without_a_default_is_not_the_plain_transcript(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "rag", "template": "two"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    with pytest.raises(CheckpointError, match=r"no template named 'default'; it has \['tool_use', 'rag'\]"):
+        ChatTemplate.for_checkpoint(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("three")
+    assert ChatTemplate.for_checkpoint(tmp_path).encode([user("u")], TOKENIZER) == ids("three")
+
+
+def test_the_plain_transcript_is_a_raw_prompt() -> None:
+    prefixed = Tokenizer(dataclasses.replace(VOCABULARY, prefix_ids=(BOS,)))
+    assert ChatTemplate().encode([user("a")], prefixed) == ids(BOS, "User: a\n\nAssistant:")
+    assert ChatTemplate(CHATML).encode([user("a")], prefixed)[0] == START
+
+
 def test_template_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("a\n{% if %}")
     with pytest.raises(CheckpointError, match=r"chat_template.jinja: the chat template is not valid Jinja: .*line 2"):
@@ -207,7 +222,18 @@ def test_template_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"chat_template.jinja: .*utf-8"):
         ChatTemplate.for_checkpoint(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    for content in ("{", "[]", '{"chat_template": "{% if %}"}'):
+    for content in (
+        "{",
+        "[]",
+        '{"chat_template": "{% if %}"}',
+        '{"chat_template": [{"name": ["x"], "template": "y"}]}',
+        '{"chat_template": [{"name": "default", "template": 5}]}',
+        '{"chat_template": ["default"]}',
+        '{"chat_template": {"default": "y"}}',
+        '{"chat_template": 5}',
+        '{"bos_token": 5}',
+        '{"eos_token": {"content": ["</s>"]}}',
+    ):
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(CheckpointError, match=r"tokenizer_config.json: ") as caught:
             ChatTemplate.for_checkpoint(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,31 @@ def test_a_saved_checkpoint_reads_back(tmp_path: Path, axis: int, dtype: str) ->
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m"]
 
 
+@pytest.mark.parametrize(
+    ("matrix", "norm", "dtype"),
+    [
+        ("bfloat16", "float32", "float32"),
+        ("float32", "bfloat16", "float32"),
+        ("float16", "bfloat16", "float32"),
+        ("bfloat16", "float16", "float32"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_dtype_holds_every_tensor_exactly(tmp_path: Path, matrix: str, norm: str, dtype: str) -> None:
+    """Vectors count too: bfloat16 matrices with float32 norms are a common mix."""
+    config = tiny_config()
+    dtypes = {name: matrix if len(shape) == 2 else norm for name, shape in expected_tensors(config).items()}
+    save_checkpoint(tmp_path / "m", config, random_tensors(config).items(), dtype=dtypes)
+    with open_checkpoint(tmp_path / "m") as checkpoint:
+        assert checkpoint.dtype == dtype
+        assert checkpoint.dtypes() == dtypes
+        again = {name: checkpoint.read(name) for name in checkpoint.names()}
+        save_checkpoint(tmp_path / "n", config, again.items(), dtype=checkpoint.dtype)
+    with open_checkpoint(tmp_path / "n") as checkpoint:
+        for name, value in again.items():
+            np.testing.assert_array_equal(checkpoint.read(name), value)
+
+
 def test_float32_is_a_read_only_view(tmp_path: Path) -> None:
     with open_checkpoint(make_checkpoint(tmp_path / "m")) as checkpoint:
         array = checkpoint.read("model.norm.weight")
@@ -170,24 +196,20 @@ def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
     assert "pytorch_model.bin is a pickle" in refusal(path)
 
 
-def test_an_existing_target_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
+def test_an_existing_target_is_kept(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "m", seed=1, files={"note": b"old"})
+    before = (path / "model.safetensors").read_bytes()
     with pytest.raises(CheckpointError, match="already exists"):
         make_checkpoint(path, seed=2)
     assert (path / "note").exists()
-    config = tiny_config()
-    save_checkpoint(path, config, random_tensors(config, 2).items(), overwrite=True)
-    with open_checkpoint(path) as checkpoint:
-        np.testing.assert_array_equal(
-            checkpoint.read("model.norm.weight"), random_tensors(config, 2)["model.norm.weight"]
-        )
-    assert [file.name for file in tmp_path.iterdir()] == ["m"]
-    assert not (path / "note").exists()
+    assert (path / "model.safetensors").read_bytes() == before
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="already exists"):
+        make_checkpoint(tmp_path / "empty")
 
 
-def test_a_failed_save_leaves_nothing_and_spoils_nothing(tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path / "m")
-    before = (path / "model.safetensors").read_bytes()
+def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "m"
     config = tiny_config()
 
     def failing() -> Iterator[tuple[str, NDArray[np.float32]]]:
@@ -195,16 +217,36 @@ def test_a_failed_save_leaves_nothing_and_spoils_nothing(tmp_path: Path) -> None
         raise RuntimeError("disk on fire")
 
     with pytest.raises(RuntimeError):
-        save_checkpoint(path, config, failing(), overwrite=True)
+        save_checkpoint(path, config, failing())
     with pytest.raises(CheckpointError, match=r"m: tensor '.*' is missing"):
-        save_checkpoint(path, config, [], overwrite=True)
+        save_checkpoint(path, config, [])
     with pytest.raises(CheckpointError, match="cannot be an extra file"):
         save_checkpoint(tmp_path / "n", config, [], files={"../evil": b""})
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written"):
         save_checkpoint(tmp_path / "file" / "n", config, [])
-    assert (path / "model.safetensors").read_bytes() == before
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "m"]
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_failed_save_names_the_file_at_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config()
+    source, target = tmp_path / "source.bin", tmp_path / "m"
+
+    def reading() -> Iterator[tuple[str, NDArray[np.float32]]]:
+        yield "model.norm.weight", np.frombuffer(source.read_bytes(), np.float32)
+
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(target, config, reading())
+    assert str(caught.value) == f"{source}: cannot be read (No such file or directory)"
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(target, config, random_tensors(config).items())
+    assert str(caught.value) == f"{target}: cannot be written (No space left on device)"
+    assert not list(tmp_path.iterdir())
 
 
 class TestShards:

@@ -77,3 +77,11 @@ def test_flush_ends_one_text() -> None:
     assert decoder.push(0x61) == "a"
     with pytest.raises(TokenizerError, match="token id 999 has no token"):
         decoder.push(999)
+
+
+def test_an_id_that_the_vocabulary_leaves_out_has_no_text() -> None:
+    holes = Tokenizer(Vocabulary("gpt2", [*(bytes([byte]) for byte in range(256)), b"", b"<end>"], frozenset([257])))
+    assert pushed(holes, [0x61, 256, 0xC3, 256, 0xA9, 256]) == ["a", "", "", "", "é", "", ""]
+    for outside in (258, -1):
+        with pytest.raises(TokenizerError):
+            IncrementalDecoder(holes).push(outside)

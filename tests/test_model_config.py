@@ -10,6 +10,8 @@ import pytest
 
 from crucible.config.model import parse_model_config, serialise_model_config
 from crucible.errors import CheckpointError
+from crucible.json_file import parse_json
+from tests.any_json import mutants, refusals
 from tests.checkpoints import (
     Alibi,
     Biases,
@@ -90,11 +92,15 @@ def test_an_absent_field_is_named(path: str) -> None:
         ("vocab_size", 96.5, "vocab_size: expected int, got float"),
         ("vocab_size", None, "vocab_size: expected int, got null"),
         ("norm.eps", "x", "norm.eps: expected float, got str"),
-        ("norm.eps", 0, "norm.eps must lie between 0 and 1, got 0"),
+        ("norm.eps", 0, "norm.eps must lie between 0 and 1 (in float32), got 0"),
         ("norm.type", "batchnorm", "norm.type: invalid enum value 'batchnorm'"),
         ("norm.bias", True, "norm.bias needs norm.type layernorm"),
         ("position.type", "rotary", "position.type: invalid value 'rotary'"),
+        ("norm.eps", 1e-50, "norm.eps must lie between 0 and 1 (in float32), got 1e-50"),
         ("position.theta", 1, "position.theta must be a number above 1"),
+        ("position.theta", 1e300, "position.theta must be a number above 1 that float32 holds, got 1e+300"),
+        ("activation", "gelu\ud800", "the string 'gelu\\ud800' holds half of a surrogate pair"),
+        ("sur\ud800prise", 1, "the string 'sur\\ud800prise' holds half of a surrogate pair"),
         ("position.wavelength", 3, "position.wavelength: unknown field"),
         ("position.scaling", {"type": "linear", "factor": 0.5}, "position.scaling.factor must be at least 1"),
         ("position.scaling", {"type": "dynamic", "factor": 2}, "position.scaling.type: invalid value 'dynamic'"),
@@ -134,6 +140,21 @@ def test_a_wrong_value_is_named(path: str, value: Any, words: str) -> None:
 )
 def test_what_is_not_a_config_is_refused(data: bytes, words: str) -> None:
     assert words in message(data)
+
+
+def test_any_value_anywhere_is_refused_in_one_line() -> None:
+    scaled = tiny_config(position=Rope(theta=1e4, pairing="half", scaling=YARN))
+    messages = refusals(
+        lambda values: parse_model_config(json.dumps(values).encode(), "m/config.json"),
+        mutants(json.loads(serialise_model_config(scaled))),
+        CheckpointError,
+    )
+    assert len(messages) > 500
+    assert not [message for message in messages if "\n" in message]
+
+
+def test_a_whole_surrogate_pair_is_text() -> None:
+    assert parse_json(b'{"a": "\\ud83d\\ude00", "b": "\\\\ud800"}', "x") == {"a": "😀", "b": "\\ud800"}
 
 
 def test_scalings_must_make_sense() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 import threading
+import types
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -188,19 +189,36 @@ def test_unknown_models_and_unwritable_caches(tmp_path: Path, monkeypatch: pytes
 
 
 class TestHub:
-    def test_a_repository_becomes_a_native_checkpoint(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("shards", [1, 2])
+    def test_a_repository_becomes_a_native_checkpoint(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
+    ) -> None:
         huggingface_hub = pytest.importorskip("huggingface_hub")
 
-        def snapshot(repository: str, *, local_dir: Path, **options: Any) -> None:
-            assert repository == "org/name"
-            assert "*.safetensors" in options["allow_patterns"]
-            make_hf_directory(Path(local_dir), shards=2, dtype="bfloat16")
+        source = make_hf_directory(tmp_path / "repository", shards=shards, dtype="bfloat16")
+        (source / "consolidated.safetensors").write_bytes(b"the same weights once more")
+        (source / "pytorch_model.bin").touch()
+        fetched: list[str] = []
 
+        def snapshot(repository: str, *, revision: str, local_dir: Path, **options: Any) -> None:
+            assert (repository, revision) == ("org/name", "c0ffee")
+            local_dir.mkdir(exist_ok=True)
+            names = filter_repo_objects([file.name for file in source.iterdir()], **options)
+            for name in names:
+                fetched.append(name)
+                (local_dir / name).write_bytes((source / name).read_bytes())
+
+        filter_repo_objects = huggingface_hub.utils.filter_repo_objects
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+        monkeypatch.setattr(
+            huggingface_hub.HfApi, "model_info", lambda api, repository: types.SimpleNamespace(sha="c0ffee")
+        )
         with open_checkpoint(pull.pull("hf:org/name")) as checkpoint:
             assert checkpoint.native
             assert checkpoint.dtype == "bfloat16"
         assert resolve("hf:org/name") == pulled_directory("hf:org/name")
+        assert not {"consolidated.safetensors", "pytorch_model.bin"} & set(fetched)
+        assert sorted(fetched) == sorted({"config.json", *(file.name for file in source.glob("model*"))})
 
     def test_an_unreachable_hub_is_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -208,12 +226,12 @@ class TestHub:
         def unreachable(*args: Any, **options: Any) -> None:
             raise ConnectionError("name resolution failed\nmore")
 
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
         with pytest.raises(CheckpointError) as caught:
             pull.pull("hf:org/name")
         assert str(caught.value) == "hf:org/name cannot be fetched from the hub: name resolution failed"
 
     def test_a_missing_package_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-        with pytest.raises(CheckpointError, match=r"pip install 'crucible-lm\[hub\]'"):
+        with pytest.raises(CheckpointError, match=r"run: pip install huggingface_hub$"):
             pull.pull("hf:org/name")

@@ -206,6 +206,18 @@ def test_writes_what_the_reference_library_reads(tmp_path: Path, dtype: str) -> 
         np.testing.assert_array_equal(file.read(name), expected.float().numpy())
 
 
+def test_a_dtype_for_each_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    shapes = {name: VALUES[name].shape for name in ("b", "a")}  # five float16 first would misalign what follows
+    write_safetensors(path, shapes, VALUES.items(), dtype={"b": "float16", "a": "float32"})
+    theirs = safetensors.numpy.load_file(path)
+    np.testing.assert_array_equal(theirs["b"], VALUES["b"].astype(np.float16))
+    np.testing.assert_array_equal(theirs["a"], VALUES["a"])
+    assert SafetensorsFile(path).raw("a").flags.aligned
+    with pytest.raises(CheckpointError, match="dtype of 'a' must be one of float32, bfloat16, float16, got None"):
+        write_safetensors(path, shapes, VALUES.items(), dtype={"b": "float16"})
+
+
 def test_reads_what_the_reference_library_writes(tmp_path: Path) -> None:
     safetensors.numpy.save_file({**VALUES, "half": VALUES["a"].astype(np.float16)}, tmp_path / "x", metadata={"k": "v"})
     file = SafetensorsFile(tmp_path / "x")

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as HubTokenizer
 from crucible.errors import TokenizerError
 from crucible.native.bpe import character_classes
 from crucible.tokenizer import Tokenizer, Vocabulary
+from tests.any_json import mutants, refusals
 from tests.test_tokenizer import FRAGMENTS, LLAMA3, RANKS, all_characters, fragments
 
 QWEN2 = LLAMA3.replace("{1,3}", "")
@@ -126,6 +127,15 @@ def test_merges_that_are_not_in_id_order_keep_their_own_order() -> None:
     assert Tokenizer(Vocabulary.from_tokenizer_json(json.dumps(one).encode())).encode("abc") == [5]
 
 
+BOS_TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|a|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<|a|>": {"id": "<|a|>", "ids": [0], "tokens": ["<|a|>"]}},
+}
+TRIM = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+
+
 def gguf_fields(kind: str) -> tuple[list[str], list[int], list[str]]:
     content = json.loads(TRAINED[kind].to_str())
     tokens = {token_id: text for text, token_id in content["model"]["vocab"].items()}
@@ -156,6 +166,9 @@ def test_padding_of_a_gguf_vocabulary_is_no_token() -> None:
     ("change", "message"),
     [
         ({"pre": "default"}, "tokenizer.ggml.pre is 'default'"),
+        ({"pre": ["gpt-2"]}, r"tokenizer.ggml.pre is \['gpt-2'\]"),
+        ({"tokens": ["\ud800"], "token_types": [3]}, "half of a surrogate pair"),
+        ({"prefix_ids": [9999]}, "prefix token id 9999 has no token"),
         ({"token_types": [1]}, "has 1 entries for 332 tokens"),
         ({"tokens": ["▁the", *"abc"], "token_types": [1] * 4}, "U\\+2581, which spells no byte"),
         ({"tokens": ["a", "a"], "token_types": [1, 1]}, "tokens 0 and 1 are both 'a'"),
@@ -189,12 +202,30 @@ def test_gguf_fields_that_cannot_be_used(change: dict[str, Any], message: str) -
         ({"normalizer": {"type": "Lowercase"}}, "normalizer 'Lowercase'"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend"}]}}, "normalizer 'Prepend'"),
         ({"decoder": {"type": "Metaspace"}}, "decoder 'Metaspace'"),
-        ({"pre_tokenizer": None}, "pre-tokenizer None"),
-        ({"pre_tokenizer": {"type": "Metaspace"}}, "pre-tokenizer Metaspace"),
+        ({"pre_tokenizer": None}, "pre-tokenizer 'null'"),
+        ({"pre_tokenizer": {"type": "Metaspace"}}, "pre-tokenizer 'Metaspace'"),
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "add_prefix_space"),
         ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
             {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "invert": False},
             {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}}, "the pattern 'x'"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": ["ByteLevel"]}}, "pre-tokenizer 'ByteLevel' is not"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": ["Digits", TRIM]}}, "'Digits' is not"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": ["x"]}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}}, r"the pattern \['x'\]"),
+        ({"normalizer": "NFC"}, "normalizer 'NFC' is not supported"),
+        ({"normalizer": {"type": "Sequence", "normalizers": 5}}, "must hold a list of normalizers, got 5"),
+        ({"decoder": "ByteLevel"}, "decoder 'ByteLevel' is not supported"),
+        ({"added_tokens": [{"id": 999, "content": "\ud800"}]}, "half of a surrogate pair"),
+        ({"added_tokens": {"a": 1}}, "added_tokens must be a list"),
+        ({"added_tokens": [{"id": True, "content": "<m>"}]}, "unusable id True"),
+        ({"truncation": {"max_length": 512}}, "truncation is set"),
+        ({"padding": {"strategy": "BatchLongest"}}, "padding is set"),
+        ({"post_processor": {"type": "RobertaProcessing"}}, "post-processor 'RobertaProcessing'"),
+        ({"post_processor": {**BOS_TEMPLATE, "single": BOS_TEMPLATE["single"][::-1]}}, "does not end with the text"),
+        ({"post_processor": {**BOS_TEMPLATE, "special_tokens": {}}}, "before the text is not supported"),
+        ({"post_processor": {**BOS_TEMPLATE, "special_tokens": {"<|a|>": {"ids": [9999]}}}},
+         "prefix token id 9999 has no token"),
         ({"added_tokens": [{"id": 3}]}, "lacks its id or content"),
         ({"added_tokens": [{"id": 999, "content": "<m>", "lstrip": True}]}, "with lstrip"),
         ({"added_tokens": [{"id": 2, "content": "<m>", "special": True}]}, "id 2 is both"),
@@ -206,6 +237,62 @@ def test_tokenizer_json_that_cannot_be_used(change: dict[str, Any], message: str
     with pytest.raises(TokenizerError, match=message) as caught:
         Vocabulary.from_tokenizer_json(json.dumps(content).encode())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
+def test_any_value_anywhere_in_tokenizer_json_is_refused_in_one_line_or_harmless(kind: str) -> None:
+    content = json.loads(TRAINED[kind].to_str())
+    content["post_processor"] = {"type": "Sequence", "processors": [TRIM, BOS_TEMPLATE]}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}]}
+    messages = refusals(
+        lambda values: Tokenizer(Vocabulary.from_tokenizer_json(json.dumps(values).encode())),
+        mutants(content),
+        TokenizerError,
+    )
+    assert len(messages) > 500
+    assert not [message for message in messages if "\n" in message]
+
+
+def test_any_value_anywhere_in_gguf_fields_is_refused_in_one_line_or_harmless() -> None:
+    tokens, types, merges = gguf_fields("gpt2")
+    fields: dict[str, Any] = {"tokens": tokens, "token_types": types, "merges": merges, "pre": "gpt-2"}
+    documents = [
+        {**fields, name: mutant}
+        for name, value in fields.items()
+        for mutant in mutants(value)
+        if isinstance(mutant, list) or name == "pre"  # the importer looks at that much
+    ]
+    messages = refusals(
+        lambda document: Tokenizer(Vocabulary.from_gguf_fields(**document)), documents, TokenizerError
+    )
+    assert len(messages) > 100
+    assert not [message for message in messages if "\n" in message]
+
+
+@pytest.mark.parametrize(
+    ("post_processor", "prefix"),
+    [
+        (None, ()),
+        (TRIM, ()),
+        (BOS_TEMPLATE, (0,)),
+        ({"type": "Sequence", "processors": [TRIM, BOS_TEMPLATE]}, (0,)),
+        ({"type": "Sequence", "processors": [BOS_TEMPLATE, TRIM]}, (0,)),
+        ({**BOS_TEMPLATE, "single": BOS_TEMPLATE["single"][1:]}, ()),
+    ],
+)
+def test_what_the_post_processor_puts_before_a_text_is_the_prefix(post_processor: Any, prefix: tuple[int, ...]) -> None:
+    content = json.dumps({**json.loads(TRAINED["gpt2"].to_str()), "post_processor": post_processor})
+    tokenizer = Tokenizer(Vocabulary.from_tokenizer_json(content.encode()))
+    hub = HubTokenizer.from_str(content)
+    hub.encode_special_tokens = True
+    assert tokenizer.prefix_ids == prefix
+    for text in ("the cat", "", "<|a|>"):
+        assert tokenizer.encode_prompt(text) == hub.encode(text, add_special_tokens=True).ids
+        assert tokenizer.encode(text) == hub.encode(text, add_special_tokens=False).ids
+
+
+def test_gpt2_puts_nothing_before_a_text() -> None:
+    assert Tokenizer.gpt2().encode_prompt("a") == Tokenizer.gpt2().encode("a")
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"null", b"[" * 100_000])
@@ -237,7 +324,7 @@ def test_tiktoken_ranks() -> None:
 def small() -> Vocabulary:
     merges = np.array([[1, 2], [0, 1]], np.uint32)
     tokens = [b"a", b"b", b"c", b"bc", b"ab", b"", b"<s>", b"<t>"]
-    return Vocabulary("smollm", tokens, frozenset([6]), frozenset([7]), merges, whole_pieces=False, nfc=True)
+    return Vocabulary("smollm", tokens, frozenset([6]), frozenset([7]), merges, False, nfc=True, prefix_ids=(6, 0))
 
 
 def test_the_file_keeps_everything() -> None:
@@ -250,8 +337,14 @@ def test_the_file_keeps_everything() -> None:
     assert again.merges.tolist() == [[1, 2], [0, 1]]
     assert (again.whole_pieces, again.nfc) == (False, True)
     assert Tokenizer(again).encode("abc<t><s>"[:6]) == [0, 3, 7]
+    assert again.prefix_ids == (6, 0)
+    assert Tokenizer(again).encode_prompt("a") == [6, 0, 0]
     plain = Vocabulary.from_bytes(Vocabulary("gpt2", [b"a"]).to_bytes())
-    assert (plain.merges, plain.whole_pieces, plain.nfc) == (None, True, False)
+    assert (plain.merges, plain.whole_pieces, plain.nfc, plain.prefix_ids) == (None, True, False, ())
+
+
+PREFIX = b"\2\0\0\0" b"\6\0\0\0" b"\0\0\0\0" b"...."
+"""The end of small()'s file: count and ids of its prefix, the checksum."""
 
 
 def sealed(data: bytes) -> bytes:
@@ -288,8 +381,10 @@ def changed(position: int, value: int) -> bytes:
         (changed(3, 1 << 31), "truncated: the merges end at"),
         (changed(6, 1 << 31), "truncated: the pre-tokenizer name end at"),
         (sealed(small().to_bytes().replace(b"smollm", b"sm\xfflm1")), "unknown pre-tokenizer"),
-        (sealed(small().to_bytes()[:-8] + b"\x05\0\0\0...."), "special token id 5 has no token"),
-        (sealed(small().to_bytes()[:-8] + b"\x06\0\0\0...."), "6 is both special and added"),
+        (sealed(small().to_bytes()[:-20] + b"\x05\0\0\0" + PREFIX), "special token id 5 has no token"),
+        (sealed(small().to_bytes()[:-20] + b"\x06\0\0\0" + PREFIX), "6 is both special and added"),
+        (sealed(small().to_bytes()[:-8] + b"\x05\0\0\0...."), "prefix token id 5 has no token"),
+        (sealed(small().to_bytes()[:-16] + b"\x09\0\0\0" + PREFIX[4:]), "the prefix tokens end at"),
     ],
 )  # fmt: skip
 def test_files_that_say_something_impossible(data: bytes, message: str) -> None:

@@ -6,7 +6,6 @@ compute graph, and a wrong guess still produces fluent text, so an absent or unk
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,9 @@ FORMAT = 1
 MAX_LAYERS = 4096
 MAX_SIZE = 2**31 - 1
 """Bounds that no model comes near; beyond them a corrupt file would cost minutes or all memory before it is refused."""
+
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+"""The smallest and largest normal numbers of the type that models compute in."""
 
 
 class LinearScaling(
@@ -139,8 +141,8 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise CheckpointError(f"{heads} must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.token_count > self.vocab_size:
             raise CheckpointError(f"token_count ({self.token_count}) is above vocab_size ({self.vocab_size})")
-        if not 0 < self.norm.eps < 1:
-            raise CheckpointError(f"norm.eps must lie between 0 and 1, got {self.norm.eps}")
+        if not FLOAT32_MIN <= self.norm.eps < 1:
+            raise CheckpointError(f"norm.eps must lie between 0 and 1 (in float32), got {self.norm.eps}")
         if self.norm.bias and self.norm.type == "rmsnorm":
             raise CheckpointError("norm.bias needs norm.type layernorm, got rmsnorm")
         if isinstance(self.position, Rope):
@@ -169,13 +171,13 @@ def _check_token(name: str, token: int, vocab_size: int) -> None:
 def _check_rope(rope: Rope, head_dim: int) -> None:
     if head_dim % 2:
         raise CheckpointError(f"head_dim must be even for RoPE, got {head_dim}")
-    if not (math.isfinite(rope.theta) and rope.theta > 1):
-        raise CheckpointError(f"position.theta must be a number above 1, got {rope.theta}")
+    if not 1 < rope.theta <= FLOAT32_MAX:  # NaN fails too
+        raise CheckpointError(f"position.theta must be a number above 1 that float32 holds, got {rope.theta}")
     if rope.scaling is None:
         return
     for name in rope.scaling.__struct_fields__:
         value = getattr(rope.scaling, name)
-        if not (math.isfinite(value) and 0 < value <= MAX_SIZE):
+        if not 0 < value <= MAX_SIZE:  # NaN fails too
             raise CheckpointError(f"position.scaling.{name} must be a positive number, got {value}")
     if rope.scaling.factor < 1:
         raise CheckpointError(f"position.scaling.factor must be at least 1, got {rope.scaling.factor}")

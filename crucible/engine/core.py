@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from crucible.config import EngineConfig, ModelConfig, SamplingParams
 from crucible.config.engine import PAGE_TOKENS
+from crucible.config.limits import CPU_CONTEXT
 from crucible.engine.kv_cache import KVPages
 from crucible.engine.messages import EngineInfo, Finished, Metrics, StepOutput, TokenEvent
 from crucible.engine.metrics import EngineMetrics
@@ -27,9 +28,6 @@ from crucible.model.kv import kv_bytes_per_page
 from crucible.native.batch import STOPPED, pages_for
 
 log = logging.getLogger(__name__)
-
-CPU_CONTEXT = 2048
-"""Default context on a CPU, if the model's is longer: f32 KV of a small model is tens of KB a token."""
 
 CPU_PREFILL_BUDGET = 128
 """Default prompt tokens a step on a CPU: a number of tokens, never a timing, so that results do not depend on speed."""

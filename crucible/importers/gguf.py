@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from crucible.checkpoint import EMBEDDING, HEAD, expected_tensors, save_checkpoint
 from crucible.config.model import Biases, ModelConfig, Norm
 from crucible.errors import CheckpointError, TokenizerError
+from crucible.foreign_vocabulary import UNUSED
 from crucible.gguf_file import GgufFile
 from crucible.importers.gguf_rope import ROPE_FACTORS, parse_rope
 from crucible.importers.hf_fields import Fields
@@ -99,7 +100,7 @@ def parse_gguf_config(file: GgufFile) -> ModelConfig:
         return ModelConfig(
             crucible_format=1,
             vocab_size=vocabulary,
-            token_count=min(len(tokens), vocabulary) if tokens else vocabulary,
+            token_count=_token_count(file, tokens, vocabulary) if tokens else vocabulary,
             context_length=fields.integer("context_length"),
             hidden_size=hidden,
             intermediate_size=fields.integer("feed_forward_length"),
@@ -128,9 +129,27 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
+def _token_count(file: GgufFile, tokens: list[Any], vocabulary: int) -> int:
+    """1 + the highest id that is a token: entries of type UNUSED pad the table."""
+    types = file.fields.get("tokenizer.ggml.token_type")
+    count = len(tokens)
+    if isinstance(types, list) and len(types) == count:
+        while count > 1 and types[count - 1] == UNUSED:
+            count -= 1
+    return min(count, vocabulary)
+
+
 def _token_id(file: GgufFile, name: str) -> int | None:
+    """``tokenizer.ggml.NAME_token_id``; CheckpointError when the file has a token table and no such token in it."""
     fields = Fields(file.fields, file.path)
-    return fields.optional_integer(f"tokenizer.ggml.{name}_token_id")
+    key = f"tokenizer.ggml.{name}_token_id"
+    token = fields.optional_integer(key)
+    tokens, types = (file.fields.get(f"tokenizer.ggml.{part}") for part in ("tokens", "token_type"))
+    if token is None or not isinstance(tokens, list):
+        return token
+    if not 0 <= token < len(tokens) or (isinstance(types, list) and types[token : token + 1] == [UNUSED]):
+        raise CheckpointError(f"{file.path}: {key} is {token}, which is none of the {len(tokens)} tokens")
+    return token
 
 
 def _eos_ids(file: GgufFile) -> list[int]:
@@ -154,11 +173,7 @@ def gguf_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, NDA
         if name not in sources:
             raise CheckpointError(f"{file.path}: tensor {shown(_gguf_name(name))} is missing")
     for name in shapes:
-        try:
-            values = file.read(sources[name])
-        except NotImplementedError:
-            kind = file.tensors[sources[name]].kind.name
-            raise CheckpointError(f"{file.path}: tensor {shown(sources[name])}: {kind} cannot be dequantised") from None
+        values = file.read(sources[name])
         if not np.isfinite(values).all():
             place = int(np.argmin(np.isfinite(values)))
             raise CheckpointError(
@@ -200,6 +215,11 @@ def _side_files(file: GgufFile) -> dict[str, bytes]:
     tokens = file.fields.get("tokenizer.ggml.tokens")
     if isinstance(template, str):
         files["chat_template.jinja"] = template.encode()
+    elif template is not None:
+        raise CheckpointError(f"{file.path}: tokenizer.chat_template must be text, got {shown(template)}")
+    elif named := [one_line(name) for name in file.fields if name.startswith("tokenizer.chat_template.")]:
+        fault = f"tokenizer.chat_template is missing beside {', '.join(named)}; write one of them as the default"
+        raise CheckpointError(f"{file.path}: {fault} with gguf-new-metadata --chat-template")
     if tokens is None:
         return files
     model = file.fields.get("tokenizer.ggml.model")
@@ -218,9 +238,22 @@ def _vocabulary(file: GgufFile) -> bytes:
     tokens, types, merges = (_list(file, name) for name in ("tokens", "token_type", "merges"))
     pre = file.fields.get("tokenizer.ggml.pre", "default")
     try:
-        return Vocabulary.from_gguf_fields(tokens, types, merges, pre).to_bytes()
+        return Vocabulary.from_gguf_fields(tokens, types, merges, pre, _prefix_ids(file, pre)).to_bytes()
     except TokenizerError as error:
         raise TokenizerError(f"{file.path}: {error}") from None
+
+
+def _prefix_ids(file: GgufFile, pre: Any) -> list[int]:
+    """The bos that goes before raw text; where the file does not say, llama.cpp adds it for Llama 3 only."""
+    fields = Fields(file.fields, file.path)
+    if fields.boolean("tokenizer.ggml.add_eos_token", False):
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.add_eos_token true is not supported")
+    if not fields.boolean("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+        return []
+    bos = _token_id(file, "bos")
+    if bos is None:
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.bos_token_id is missing, which goes before every text")
+    return [bos]
 
 
 def _list(file: GgufFile, name: str) -> list[Any]:

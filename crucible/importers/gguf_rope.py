@@ -74,9 +74,10 @@ def _llama3(
 
 
 def llama3_divisors(theta: float, head_dim: int, scaling: Llama3Scaling) -> NDArray[np.float64]:
-    """[head_dim / 2] what Llama 3.1's rule divides each frequency by."""
-    frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    turns = scaling.original_context_length * frequency / (2 * math.pi)
-    band = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = np.clip((turns - scaling.low_freq_factor) / band, 0.0, 1.0)
-    return np.asarray(1.0 / ((1.0 - keep) / scaling.factor + keep))
+    """[head_dim / 2] what Llama 3.1's rule divides each frequency by; not finite for an impossible theta or factor."""
+    with np.errstate(all="ignore"):
+        frequency = np.float64(theta) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        turns = scaling.original_context_length * frequency / (2 * math.pi)
+        band = scaling.high_freq_factor - scaling.low_freq_factor
+        keep = np.clip((turns - scaling.low_freq_factor) / band, 0.0, 1.0)
+        return np.asarray(1.0 / ((1.0 - keep) / scaling.factor + keep))

@@ -183,16 +183,20 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
         pickled = (directory / "pytorch_model.bin").exists()
         hint = "; pytorch_model.bin is a pickle, convert it to safetensors first" if pickled else ""
         raise CheckpointError(f"{single}: no such file, and no {INDEX_NAME} either{hint}")
+    weight_map = shard_map(index)
+    files = {name: _shard(directory, name, index) for name in dict.fromkeys(weight_map.values())}
+    return list(files.values()), {tensor: files[name] for tensor, name in weight_map.items()}
+
+
+def shard_map(index: Path) -> dict[str, str]:
+    """The name of the shard of each tensor, as the file ``index`` gives it. Raises CheckpointError."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map must map tensor names to shard files")
-    files: dict[str, Path] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{index}: the shard of {shown(tensor)} must be a file name, got {shown(name)}")
-        if name not in files:
-            files[name] = _shard(directory, name, index)
-    return list(files.values()), {tensor: files[name] for tensor, name in weight_map.items()}
+    return weight_map
 
 
 def _shard(directory: Path, name: str, index: Path) -> Path:

@@ -9,6 +9,9 @@ from typing import Any
 from crucible.errors import CheckpointError
 from crucible.json_file import shown
 
+MAX_INTEGER = 2**63 - 1
+"""JSON's integers have no end; larger ones mean nothing here and overflow floats."""
+
 
 class Fields:
     """``values`` as read from ``path``; ``prefix`` names the object inside the file."""
@@ -20,7 +23,7 @@ class Fields:
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.values.get(name, default)
-        if type(value) is not int:
+        if type(value) is not int or abs(value) > MAX_INTEGER:
             raise self.error(name, "an integer", value)
         return value
 

@@ -25,7 +25,7 @@ def import_hf(source: str | Path, target: str | Path, *, progress: bool = False)
         check_finite(checkpoint)
         files = _side_files(directory)
         tensors = _tensors(checkpoint, progress)
-        save_checkpoint(target, checkpoint.config, tensors, dtype=checkpoint.dtype, files=files)
+        save_checkpoint(target, checkpoint.config, tensors, dtype=checkpoint.dtypes(), files=files)
     return Path(target)
 
 

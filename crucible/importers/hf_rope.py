@@ -98,7 +98,11 @@ def _attention_factor(rope: Fields, factor: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     weight, weight_all = (_or_default(rope, name, 0.0) for name in ("mscale", "mscale_all_dim"))
-    return mscale(weight) / mscale(weight_all) if weight and weight_all else mscale(1.0)
+    if not weight or not weight_all:
+        return mscale(1.0)
+    if mscale(weight_all) == 0:
+        raise rope.error("mscale_all_dim", "a number that leaves something of the attention", weight_all)
+    return mscale(weight) / mscale(weight_all)
 
 
 def _or_default(rope: Fields, name: str, default: float) -> float:

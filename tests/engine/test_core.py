@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 
 from crucible.config import EngineConfig, SamplingParams
-from crucible.engine.core import CPU_CONTEXT, CPU_PREFILL_BUDGET, EngineCore, failure_text, resolve_config
+from crucible.config.limits import CPU_CONTEXT
+from crucible.engine.core import CPU_PREFILL_BUDGET, EngineCore, failure_text, resolve_config
 from crucible.engine.messages import Finished, StepOutput, TokenEvent
 from crucible.engine.model_runner import ModelRunner
 from crucible.engine.scheduler import Plan

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from crucible.checkpoint import open_checkpoint
 from crucible.config.model import ModelConfig
-from crucible.errors import CheckpointError, CrucibleError
+from crucible.errors import CheckpointError, CrucibleError, TokenizerError
 from crucible.gguf_file import GgufFile
 from crucible.importers import import_model
 from crucible.importers.gguf import gguf_tensors, parse_gguf_config
 from crucible.importers.gguf_rope import llama3_divisors
+from crucible.tokenizer import Tokenizer
 from tests.checkpoints import (
     Biases,
     LinearScaling,
@@ -199,8 +200,6 @@ def test_import_equals_the_hugging_face_directory(
 
 
 def test_vocabulary_and_template_are_carried_over(tmp_path: Path) -> None:
-    from crucible.tokenizer import Tokenizer
-
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": WORDS,
                 "tokenizer.ggml.token_type": [1] * 94 + [3, 3], "tokenizer.ggml.merges": ["a b"],
                 "tokenizer.chat_template": "{{ messages }}", "tokenizer.ggml.bos_token_id": 94,
@@ -345,12 +344,99 @@ def field(name: str, kind: int, value: bytes) -> bytes:
         (header(tensors=1, rest=struct.pack("<Q1sIQIQ", 1, b"t", 1, 8, 2, 0)), "Q4_0 rows hold multiples of 32"),
         (header(tensors=1, rest=struct.pack("<Q1sIQIQ", 1, b"t", 1, 8, 0, 4)), "is not aligned to 32"),
         (header(tensors=1, rest=struct.pack("<Q1sIQIQ", 1, b"t", 9, 8, 0, 0)), "has 9 dimensions"),
+        (header(tensors=1, rest=struct.pack("<Q1sIQIQ", 1, b"t", 1, 0, 0, 0)), "tensor 't' is empty"),
     ],
 )
 def test_a_broken_file_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
     assert words in refusal(path, tmp_path / "target")
+
+
+def with_words(path: Path, **changes: Any) -> Path:
+    """A GGUF with a token table of 94 ordinary and 2 special tokens; ``changes`` replace tokenizer.ggml keys."""
+    fields = {"model": "gpt2", "pre": "gpt-2", "tokens": WORDS, "token_type": [1] * 94 + [3, 3], "merges": ["a b"],
+              "bos_token_id": 94, "eos_token_id": 95, **changes}  # fmt: skip
+    return write_gguf(path, tiny_config(), metadata={f"tokenizer.ggml.{name}": fields[name] for name in fields})
+
+
+@pytest.mark.parametrize("name", ["bos", "eos", "eot"])
+def test_a_special_id_without_a_token_is_refused(tmp_path: Path, name: str) -> None:
+    """The matrix may have more rows than the token table."""
+    short = {"tokens": WORDS[:94], "token_type": [1] * 94, "bos_token_id": 0, "eos_token_id": 1}
+    path = with_words(tmp_path / "m.gguf", **{**short, f"{name}_token_id": 94})
+    assert f"tokenizer.ggml.{name}_token_id is 94, which is none of the 94 tokens" in refusal(path, tmp_path / "t")
+    unused = {**short, "tokens": WORDS, "token_type": [1] * 94 + [5, 3]}
+    path = with_words(tmp_path / "n.gguf", **{**unused, f"{name}_token_id": 94})
+    assert f"tokenizer.ggml.{name}_token_id is 94, which is none" in refusal(path, tmp_path / "t")
+
+
+def test_unused_ids_at_the_end_are_not_tokens(tmp_path: Path) -> None:
+    path = with_words(tmp_path / "m.gguf", token_type=[1] * 90 + [5, 1, 5, 1, 5, 5], eos_token_id=1, bos_token_id=0)
+    target = import_model(path, tmp_path / "m")
+    with open_checkpoint(target) as checkpoint:
+        assert (checkpoint.config.token_count, checkpoint.config.vocab_size) == (94, 96)
+    tokenizer = Tokenizer.for_checkpoint(target)
+    assert tokenizer.token_count == 94
+    with pytest.raises(TokenizerError, match="token id 92 has no token"):
+        tokenizer.token_bytes(92)
+
+
+@pytest.mark.parametrize(
+    ("changes", "prefix"),
+    [
+        ({}, ()),
+        ({"pre": "llama-bpe"}, (94,)),
+        ({"pre": "llama-bpe", "add_bos_token": False}, ()),
+        ({"add_bos_token": True}, (94,)),
+    ],
+)
+def test_bos_goes_before_raw_text_where_the_file_says_so(
+    tmp_path: Path, changes: dict[str, Any], prefix: tuple[int, ...]
+) -> None:
+    tokenizer = Tokenizer.for_checkpoint(import_model(with_words(tmp_path / "m.gguf", **changes), tmp_path / "m"))
+    assert tokenizer.prefix_ids == prefix
+    assert tokenizer.encode_prompt("ab") == [*prefix, 93]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pre": ["gpt-2"]}, "tokenizer.ggml.pre is ['gpt-2']"),
+        ({"add_eos_token": True}, "tokenizer.ggml.add_eos_token true is not supported"),
+        ({"add_bos_token": "yes"}, "tokenizer.ggml.add_bos_token must be true or false"),
+        ({"add_bos_token": True, "bos_token_id": ...}, "tokenizer.ggml.bos_token_id is missing"),
+    ],
+)
+def test_tokenizer_fields_that_cannot_be_used(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    path = with_words(tmp_path / "m.gguf", **changes)
+    with pytest.raises((CheckpointError, TokenizerError)) as caught:
+        import_model(path, tmp_path / "t")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be text, got 5"),
+        ({"tokenizer.chat_template.rag": "{{ 1 }}"}, "is missing beside tokenizer.chat_template.rag; write one"),
+    ],
+)
+def test_a_template_is_not_lost(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:
+    assert words in refusal(write_gguf(tmp_path / "m.gguf", tiny_config(), metadata=metadata), tmp_path / "t")
+
+
+@pytest.mark.parametrize("name", ["rope_freqs.weight", "output_norm.weight"])
+def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path: Path, name: str) -> None:
+    """Whichever tensor it is: the divisors are read before the others."""
+    path = write_gguf(tmp_path / "m.gguf", tiny_config(), extra={"rope_freqs.weight": np.ones(4, np.float32)})
+    data = path.read_bytes()
+    row = name.encode() + struct.pack("<IQI", 1, 4 if name.startswith("rope") else 32, 0)
+    at = data.index(row) + len(row) - 4
+    path.write_bytes(data[:at] + struct.pack("<I", gguf.GGMLQuantizationType.I32) + data[at + 4 :])
+    assert f"tensor '{name}': I32 cannot be dequantised" in refusal(path, tmp_path / "t")
 
 
 def test_truncated_and_overlapping_tensors_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from crucible.config.model import ModelConfig
 from crucible.errors import CheckpointError
 from crucible.importers import import_model
 from crucible.importers.hf import parse_hf_config
+from crucible.json_file import parse_json
+from crucible.safetensors_file import write_safetensors
+from tests.any_json import mutants, refusals
 from tests.checkpoints import (
     Biases,
     LinearScaling,
@@ -209,6 +212,9 @@ class TestRope:
         ({"rms_norm_eps": "x"}, "rms_norm_eps must be a finite number, got 'x'"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps must lie between 0 and 1"),
+        ({"rms_norm_eps": 1e-50}, "rms_norm_eps must lie between 0 and 1"),
+        ({"max_position_embeddings": 10**400}, "max_position_embeddings must be an integer, got 1000"),
+        ({"rope_theta": 1e300}, "rope_theta must be a number above 1 that float32 holds, got 1e+300"),
         ({"rope_theta": 0}, "rope_theta must be a number above 1"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
@@ -228,6 +234,20 @@ class TestRope:
 )
 def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     assert words in refusal(tmp_path, **changes)
+
+
+def test_any_value_anywhere_is_refused_in_one_line_or_harmless(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": math.e, "original_max_position_embeddings": 64, "mscale": 1.0,
+            "mscale_all_dim": -10.0}  # fmt: skip
+    base = {**hf_config(tiny_config()), "sliding_window": 256, "layer_types": ["full_attention"], "rope_scaling": yarn}
+    default = {**base, "rope_scaling": {**yarn, "factor": None, "mscale": 0}}
+    messages = refusals(
+        lambda values: parse_hf_config(parse_json(json.dumps(values).encode(), "config.json"), tmp_path),
+        (base, *mutants(base), *mutants(default)),
+        CheckpointError,
+    )
+    assert len(messages) > 500
+    assert not [message for message in messages if "\n" in message]
 
 
 def test_values_that_change_nothing_are_accepted(tmp_path: Path) -> None:
@@ -255,6 +275,20 @@ def test_import_keeps_every_bit(tmp_path: Path, dtype: str, shards: int) -> None
             np.testing.assert_array_equal(after.raw(name), before.raw(name))
     assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (target / "tokenizer_config.json").read_text() == '{"bos_token": "<s>"}'
+
+
+@pytest.mark.parametrize(("matrix", "vector"), [("bfloat16", "float32"), ("float16", "bfloat16")])
+def test_import_keeps_every_bit_of_mixed_types(tmp_path: Path, matrix: str, vector: str) -> None:
+    source = make_hf_directory(tmp_path / "hf")
+    tensors = random_tensors(tiny_config())
+    shapes = {name: values.shape for name, values in tensors.items()}
+    dtypes = {name: matrix if len(shape) == 2 else vector for name, shape in shapes.items()}
+    write_safetensors(source / "model.safetensors", shapes, tensors.items(), dtype=dtypes)
+    target = import_model(source, tmp_path / "native")
+    with open_checkpoint(source) as before, open_checkpoint(target) as after:
+        assert after.dtypes() == dtypes
+        for name in before.names():
+            np.testing.assert_array_equal(after.raw(name), before.raw(name))
 
 
 def test_import_refuses_what_it_cannot_carry(tmp_path: Path) -> None:
