@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from crucible import __version__
@@ -59,17 +60,23 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code. Bad input never becomes a traceback."""
     try:
-        args = build_parser().parse_args(arguments)
+        try:
+            args = build_parser().parse_args(arguments)
+        except SystemExit:  # --help, --version, usage errors
+            flush()
+            raise
+        if sys.stdout is None:
+            return fail("standard output is closed")
         code: int = args.run(args) or 0
-        sys.stdout.flush()  # here, so that a reader that is gone is noticed below and not at interpreter exit
+        flush()  # here, so that a reader that is gone is noticed below and not at interpreter exit
         return code
     except CrucibleError as error:
         return fail(str(error))
     except KeyboardInterrupt:
+        discard_output()
         return INTERRUPTED
     except BrokenPipeError:
-        # Whatever is still buffered has no reader; without this the interpreter would complain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return BROKEN_PIPE
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
@@ -78,10 +85,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(f"not enough memory{f': {error}' if str(error) else ''}")
 
 
+def flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def discard_output() -> None:
+    """Writes what is buffered, or lets go of it where it cannot be written: the interpreter would complain at exit."""
+    try:
+        flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def fail(message: str) -> int:
     """Prints ``message`` as the one line of an error."""
+    discard_output()
     line = " ".join(message.split())
-    print(f"crucible: error: {line}", file=sys.stderr)
+    if sys.stderr is not None:  # None: closed; print would then take standard output
+        with suppress(OSError):
+            print(f"crucible: error: {line}", file=sys.stderr, flush=True)
     return ERROR
 
 

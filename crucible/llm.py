@@ -9,22 +9,30 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
+from crucible.checkpoint import open_checkpoint
 from crucible.config import EngineConfig, SamplingParams
 from crucible.engine.core import EngineCore
-from crucible.errors import EngineError, QueueFullError, RequestError, TokenizerError
+from crucible.engine.messages import Finished, TokenEvent
+from crucible.errors import EngineError, QueueFullError, RequestError
+from crucible.model_text import ModelText
 from crucible.models import resolve
 from crucible.tokenizer import IncrementalDecoder, Tokenizer
 
 if TYPE_CHECKING:
     from crucible.chat_template import ChatTemplate
 
-Prompt: TypeAlias = "str | Sequence[int]"
+TokenIds: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]]"
+Prompt: TypeAlias = "str | TokenIds"
+Inbox: TypeAlias = "deque[TokenEvent | Finished]"
 
 
 @dataclass(frozen=True)
@@ -55,11 +63,13 @@ class Delta:
 
 
 class LLM:
-    """A loaded model. Not thread-safe: one caller at a time; serve over HTTP for more.
+    """A loaded model. Not thread-safe: one thread at a time; serve over HTTP for more.
+
+    Calls may interleave: while a stream is open, other calls compute, and the stream's request along with theirs.
 
     model: a directory or pulled name; ``None`` is the default model, pulled on first use. on_progress receives one
     line a loading stage. Other keywords are EngineConfig's (quant, context, max_batch, threads, …). Raises
-    CheckpointError and ConfigError.
+    CheckpointError, TokenizerError and ConfigError.
     """
 
     def __init__(
@@ -67,13 +77,14 @@ class LLM:
     ) -> None:
         self.config = EngineConfig.from_environment(**settings)
         self.path = resolve(None if model is None else str(model))
+        with open_checkpoint(self.path) as checkpoint:
+            self._text = ModelText(self.path, checkpoint.config)  # what it refuses is refused before weights are loaded
         self.core = EngineCore.from_checkpoint(self.path, self.config, on_progress)
         info = self.core.engine_info()
         self.context = min(info.context, info.kv_pages * info.page_tokens)
         self._closed = False
-        self.tokenizer = find_tokenizer(self.path)
-        self._template: ChatTemplate | None = None
         self._numbers = itertools.count()
+        self._inboxes: dict[str, Inbox] = {}  # by request, from its submission to its end
 
     def __enter__(self) -> LLM:
         return self
@@ -90,28 +101,27 @@ class LLM:
             self.core.close()
 
     @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; ``None`` where its directory has none (ids still work)."""
+        return self._text.tokenizer
+
+    @property
     def template(self) -> ChatTemplate:
         """The model's chat template; the plain transcript where it has none."""
-        if self._template is None:
-            from crucible.chat_template import ChatTemplate  # brings Jinja: loaded on use
-
-            self._template = ChatTemplate.for_checkpoint(self.path)
-        return self._template
+        return self._text.template
 
     def encode(self, text: str, *, chat: bool = False) -> list[int]:
         """Ids of ``text``; with ``chat`` and a model that has a chat template, of a user's message holding it."""
-        tokenizer = self._text_tokenizer()
-        if chat and not self.template.is_plain:
-            return self.template.encode([{"role": "user", "content": text}], tokenizer)
-        return tokenizer.encode(text)
+        return self._text.encode(text, chat=chat)
 
     def generate(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | None = None) -> list[Completion]:
         """Completions in the order of the prompts, computed together in one batch.
 
-        A prompt is text (encoded as it is, no chat template) or token ids. Raises RequestError for a prompt that
-        can never be served; the others are then withdrawn.
+        A prompt is text (encoded as it is, no chat template) or token ids (a list, or an array of whole numbers; rows
+        of a matrix are prompts). Raises RequestError for a prompt that can never be served; the others are then
+        withdrawn.
         """
-        return self._complete([self._ids(prompt) for prompt in as_list(prompts)], params or SamplingParams())
+        return self._complete([self._ids(prompt) for prompt in as_list(prompts)], checked(params))
 
     def chat(
         self,
@@ -121,105 +131,126 @@ class LLM:
         """The assistant's reply to a conversation (a list of {"role", "content"}), or to each of several."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
-        tokenizer = self._text_tokenizer()
+        tokenizer = self._text.required()
         ids = [self.template.encode(conversation, tokenizer) for conversation in conversations]
-        return self._complete(ids, params or SamplingParams())
+        return self._complete(ids, checked(params))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta]:
         """The completion of one prompt as it is made. Closing the iterator cancels the request."""
-        decoder = IncrementalDecoder(self._text_tokenizer())
-        request = self._submit(self._ids(prompt), params or SamplingParams())
-        done = False
+        decoder = IncrementalDecoder(self._text.required())
+        request, inbox = self._submit(self._ids(prompt), checked(params))
         count = 0
         try:
-            while not done:
-                output = self.core.step()
-                for event in output.tokens:
-                    if event.request_id == request:
-                        count += 1
-                        yield Delta(decoder.push(event.token_id), event.token_id, count)
-                for finished in output.finished:
-                    if finished.request_id == request:
-                        done = True
-                        raise_failure(finished.finish_reason, finished.error)
-                        yield Delta(decoder.flush(), None, finished.completion_tokens, finished.finish_reason)
+            while True:
+                event = self._next(request, inbox)
+                if isinstance(event, Finished):
+                    raise_failure(event.finish_reason, event.error)
+                    yield Delta(decoder.flush(), None, event.completion_tokens, event.finish_reason)
+                    return
+                count += 1
+                yield Delta(decoder.push(event.token_id), event.token_id, count)
         finally:
-            if not done:
-                self._withdraw([request])
+            self._withdraw([request])
 
-    def _complete(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+    def _complete(self, prompts: Sequence[TokenIds], params: SamplingParams) -> list[Completion]:
         """Runs the engine until every prompt has its completion; the queue is refilled as it empties."""
         waiting = deque(enumerate(prompts))
-        numbers: dict[str, int] = {}
-        tokens: dict[str, list[int]] = {}
+        live: dict[str, tuple[int, Inbox, list[int]]] = {}
         done: dict[int, Completion] = {}
         try:
             while len(done) < len(prompts):
                 while waiting:
-                    index, ids = waiting[0]
+                    index, prompt = waiting[0]
                     try:
-                        request = self._submit(ids, params)
+                        request, inbox = self._submit(prompt, params)
                     except QueueFullError:
                         break
                     waiting.popleft()
-                    numbers[request], tokens[request] = index, []
-                output = self.core.step()
-                for event in output.tokens:
-                    tokens[event.request_id].append(event.token_id)
-                for finished in output.finished:
-                    index = numbers.pop(finished.request_id)
-                    raise_failure(finished.finish_reason, finished.error)
-                    ids = tokens.pop(finished.request_id)
-                    done[index] = Completion(
-                        self._text(ids), ids, finished.finish_reason, finished.prompt_tokens, finished.completion_tokens
-                    )
+                    live[request] = index, inbox, []
+                self._step()
+                for request, (index, inbox, ids) in list(live.items()):
+                    while inbox:
+                        event = inbox.popleft()
+                        if isinstance(event, TokenEvent):
+                            ids.append(event.token_id)
+                            continue
+                        del live[request]
+                        raise_failure(event.finish_reason, event.error)
+                        counts = event.prompt_tokens, event.completion_tokens
+                        done[index] = Completion(self._text.decode(ids), ids, event.finish_reason, *counts)
         finally:
-            self._withdraw(list(numbers))
+            self._withdraw(list(live))
         return [done[index] for index in range(len(prompts))]
 
-    def _submit(self, ids: list[int], params: SamplingParams) -> str:
+    def _submit(self, ids: TokenIds, params: SamplingParams) -> tuple[str, Inbox]:
         request = f"llm-{next(self._numbers)}"
         self.core.add_request(request, ids, params)
-        return request
+        inbox = self._inboxes[request] = deque()
+        return request, inbox
+
+    def _step(self) -> None:
+        """Steps the engine and puts what happened into the inboxes, whichever call the requests belong to."""
+        output = self.core.step()
+        for token in output.tokens:
+            if token.request_id in self._inboxes:
+                self._inboxes[token.request_id].append(token)
+        for finished in output.finished:
+            if finished.request_id in self._inboxes:
+                self._inboxes.pop(finished.request_id).append(finished)
+
+    def _next(self, request: str, inbox: Inbox) -> TokenEvent | Finished:
+        """The next event of a request; steps the engine until there is one."""
+        while not inbox:
+            if not self.core.has_work():
+                raise EngineError("the request is gone: the step that would have reported its end was interrupted")
+            self._step()
+        return inbox.popleft()
 
     def _withdraw(self, requests: list[str]) -> None:
-        """Cancels what an interrupted call leaves behind, so that the next call finds an idle engine."""
-        for request in requests:
+        """Cancels those that an interrupted call leaves behind and waits until their pages are free."""
+        live = [request for request in requests if request in self._inboxes]
+        for request in live:
             self.core.cancel(request)
-        while requests and self.core.has_work():
-            self.core.step()
+        # A closed or failed engine has given everything up, and its step would raise.
+        while self.core.failure is None and any(request in self._inboxes for request in live) and self.core.has_work():
+            self._step()
+        for request in live:
+            self._inboxes.pop(request, None)
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _ids(self, prompt: object) -> TokenIds:
+        """The token ids of a prompt; their range is the engine's to judge. Raises RequestError for what is neither."""
         if isinstance(prompt, str):
-            return self._text_tokenizer().encode(prompt)
-        return list(prompt)
-
-    def _text(self, ids: list[int]) -> str:
-        return "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special=True)
-
-    def _text_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise TokenizerError(f"{self.path} has no tokenizer; give token ids instead of text")
-        return self.tokenizer
+            return self._text.required().encode_prompt(prompt)
+        if isinstance(prompt, np.ndarray) or is_list(prompt):
+            return prompt  # type: ignore[return-value]
+        raise RequestError(f"a prompt must be text or token ids, got {type(prompt).__name__}", "prompt")
 
 
-def find_tokenizer(path: Path) -> Tokenizer | None:
-    """The model's tokenizer, or ``None`` where the directory has none (ids still work)."""
-    if not any((path / name).exists() for name in ("tokenizer.vocab", "tokenizer.json")):
-        return None
-    return Tokenizer.for_checkpoint(path)
-
-
-def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt or several → several. A list of whole numbers is one prompt of ids."""
-    if isinstance(prompts, str):
+def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Any]:
+    """One prompt or several → several. A flat list or array of numbers is one prompt. Raises RequestError."""
+    if isinstance(prompts, str) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1):
         return [prompts]
-    several: list[Any] = list(prompts)
-    if several and all(isinstance(item, int) for item in several):
+    if isinstance(prompts, bytes | bytearray | memoryview | Mapping) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise RequestError(f"prompts must be text, token ids, or a list of these, got {kind}", "prompts")
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 0:
+        raise RequestError("prompts must be text, token ids, or a list of these, got a number", "prompts")
+    several = list(prompts)
+    if several and all(isinstance(item, int | np.integer) for item in several):
         return [several]
-    if not all(isinstance(item, str | Sequence) for item in several):
-        raise RequestError("prompts must be text, token ids, or a list of these", "prompts")
     return several
+
+
+def is_list(prompt: object) -> bool:
+    """Whether ``prompt`` may be a list of token ids: a sequence, but not one of characters or bytes."""
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray | memoryview)
+
+
+def checked(params: SamplingParams | None) -> SamplingParams:
+    """``params``, or the defaults. Raises RequestError for what is no SamplingParams."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, got {type(params).__name__}", "params")
+    return params or SamplingParams()
 
 
 def raise_failure(reason: str, error: str | None) -> None:

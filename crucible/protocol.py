@@ -12,6 +12,9 @@ import msgspec
 
 from crucible.errors import RequestError
 
+MAX_SALT = 256
+"""Characters of a cache salt."""
+
 DEFAULT_MAX_TOKENS = 256
 """Tokens generated for a ``prompt`` without ``max_tokens``, or fewer where the context ends before; a conversation
 (``messages``) without it may go on to the end of the context."""
@@ -27,7 +30,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """POST /v1/generate and /v1/generate/stream. Exactly one of ``prompt`` (text or token ids) and ``messages``.
 
-    The sampling fields mean what they mean in SamplingParams.
+    The sampling fields mean what they mean in SamplingParams. cache_salt: the request shares cached prompt prefixes
+    with requests of the same salt only.
     """
 
     prompt: str | list[int] | None = None
@@ -37,14 +41,16 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     top_k: int | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
+    cache_salt: str | None = None
 
 
 class Usage(msgspec.Struct):
-    """``completion_tokens`` counts an end-of-sequence id too."""
+    """``completion_tokens`` counts an end-of-sequence id too. ``cached_tokens``: prompt tokens whose KV was cached."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    cached_tokens: int = 0
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
@@ -80,11 +86,13 @@ class ErrorBody(msgspec.Struct):
 
 
 class StreamDone(msgspec.Struct, omit_defaults=True):
-    """SSE ``done``: the last event. ``text`` is what the decoder still held, usually empty."""
+    """SSE ``done``: the last event. ``text`` is what the decoder still held, usually empty. ``usage`` is absent after
+    an error."""
 
     finish_reason: Literal["stop", "length", "error"]
     tokens_generated: int
     text: str
+    usage: Usage | None = None
     error: ErrorDetail | None = None
 
 
@@ -98,7 +106,10 @@ class SamplingDefaults(msgspec.Struct):
 
 
 class HealthResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """GET /health: 200 with ``status`` ok, or 503 with another status and ``error``."""
+    """GET /health: 200 with ``status`` ok, or 503 with another status and ``error``.
+
+    step_age_s: seconds that the engine's step under way has taken; 0 when idle.
+    """
 
     status: Literal["ok", "loading", "restarting", "stalled", "draining"]
     version: str
@@ -111,6 +122,7 @@ class HealthResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
     context: int | None = None
     vocab_size: int | None = None
     parameters: int | None = None
+    step_age_s: float | None = None
     chat_template: bool | None = None
     sampling: SamplingDefaults | None = None
     error: ErrorDetail | None = None

@@ -30,6 +30,7 @@ class FakeRequest:
     prefill_left: int
     output: list[int] = field(default_factory=list)
     cancelled: bool = False
+    cached: int = 0
 
     @property
     def pages(self) -> int:
@@ -37,14 +38,16 @@ class FakeRequest:
 
 
 class FakeCore:
-    """First come, first served; a step sleeps ``step_s`` and gives every resident request a token.
+    """First come, first served; a step sleeps ``step_s`` and gives every resident request a token, unless the file
+    ``hold`` exists. A prompt that was served before with the same salt has its full pages cached.
 
-    A prompt that starts with ``!raise`` makes the step fail, ``!kill`` kills the process, ``!refuse`` is refused.
+    A prompt that starts with ``!raise`` makes the step fail, ``!kill`` kills the process, ``!stick`` makes the step
+    last ``stick_s``, ``!refuse`` is refused.
     """
 
     def __init__(self, *, step_s: float = 0.0, max_batch: int = 2, max_queue: int = 2, context: int = 4096,
-                 prefill_steps: int = 0) -> None:
-        self.step_s, self.prefill_steps = step_s, prefill_steps
+                 prefill_steps: int = 0, hold: str = "", stick_s: float = 0.0) -> None:
+        self.step_s, self.prefill_steps, self.hold, self.stick_s = step_s, prefill_steps, hold, stick_s
         self.info = EngineInfo(
             model_path="fake", device="cpu", quant="f32", dtype="float32", max_batch=max_batch, max_queue=max_queue,
             context=context, vocab_size=264, token_count=257, eos_token_ids=[EOS], kv_pages=max_batch * context // PAGE,
@@ -54,16 +57,23 @@ class FakeCore:
         names = ("completed_requests", "cancelled_requests", "failed_requests", "tokens_generated", "decode_steps")
         self.counters = dict.fromkeys(names, 0)
         self.failed = False
+        self.served: set[tuple[str | None, bytes]] = set()
         self.started = time.monotonic()
         self._lock = threading.Lock()
 
-    def add_request(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> None:
+    def add_request(
+        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, cache_salt: str | None = None
+    ) -> None:
         if bytes(t for t in token_ids if t < 256).startswith(b"!refuse"):
             raise RequestError("refused by the core", "prompt")
         with self._lock:
             if len(self.requests) >= self.info.max_batch + self.info.max_queue:
                 raise QueueFullError(f"full: {self.info.max_batch} running, {self.info.max_queue} waiting")
-            self.requests[request_id] = FakeRequest(token_ids, params, self.prefill_steps)
+            request = FakeRequest(token_ids, params, self.prefill_steps)
+            key = cache_salt, repr(token_ids).encode()
+            request.cached = (len(token_ids) - 1) // PAGE * PAGE if key in self.served else 0
+            self.served.add(key)
+            self.requests[request_id] = request
 
     def cancel(self, request_id: str) -> bool:
         with self._lock:
@@ -84,7 +94,7 @@ class FakeCore:
         if self.failed:
             raise EngineError("the engine failed: RuntimeError: made to fail")
         time.sleep(self.step_s)
-        output = StepOutput([], [])
+        output, sticks = StepOutput([], []), False
         with self._lock:
             self.counters["decode_steps"] += 1
             for request_id, request in list(self.requests.items()):
@@ -97,6 +107,11 @@ class FakeCore:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if text.startswith(b"!raise"):
                     self.failed = True
+                elif text.startswith(b"!stick") and not request.output:
+                    sticks = True
+                    self._decode(request_id, request, output)
+                elif self.hold and os.path.exists(self.hold):
+                    continue
                 elif request.prefill_left:
                     request.prefill_left -= 1
                 else:
@@ -104,6 +119,8 @@ class FakeCore:
             if self.failed:
                 for request_id in list(self.requests):
                     self._end(request_id, "error", output, "the engine failed: RuntimeError: made to fail")
+        if sticks:
+            time.sleep(self.stick_s)
         return output
 
     def _decode(self, request_id: str, request: FakeRequest, output: StepOutput) -> None:
@@ -121,7 +138,8 @@ class FakeCore:
         request = self.requests.pop(request_id)
         kind = {"cancelled": "cancelled", "error": "failed"}.get(reason, "completed")
         self.counters[f"{kind}_requests"] += 1
-        output.finished.append(Finished(request_id, reason, len(request.token_ids), len(request.output), error))
+        counts = len(request.token_ids), len(request.output)
+        output.finished.append(Finished(request_id, reason, *counts, error, request.cached))
 
     def metrics(self) -> Metrics:
         with self._lock:
@@ -140,11 +158,14 @@ class FakeCore:
         return self.info
 
 
-def make_core(progress: Callable[[str], None], *, load_s: float = 0.0, fail: str | None = None,
+def make_core(progress: Callable[[str], None], *, load_s: float = 0.0, gate: str = "", fail: str | None = None,
               **settings: Any) -> FakeCore:
-    """A core factory. ``fail``: the error of a checkpoint that cannot be loaded; ``crash``: an unexpected one."""
+    """A core factory that takes ``load_s``, and while the file ``gate`` exists. ``fail``: the error of a checkpoint
+    that cannot be loaded."""
     progress("loading the fake model")
     time.sleep(load_s)
+    while gate and os.path.exists(gate):
+        time.sleep(0.01)
     if fail is not None:
         raise CheckpointError(fail)
     return FakeCore(**settings)
@@ -176,6 +197,7 @@ class FakeText:
     """A token a byte."""
 
     has_template = True
+    longest = 1
 
     def __init__(self, path: str = "") -> None:
         if path == "broken":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import io
 import json
 import os
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +20,8 @@ import pytest
 
 from crucible import __version__
 from crucible.cli import main
+from crucible.config import EngineConfig
+from crucible.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -174,6 +179,7 @@ def test_logits_with_and_without_a_cache_are_the_same_bits(tiny_checkpoint: Path
 def test_check_compares_with_transformers(tiny_checkpoint: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from crucible.commands.check import compare
+    from crucible.commands.session import Session
     from tests.checkpoints import make_hf_directory
 
     directory = make_hf_directory(tmp_path / "hf")
@@ -181,10 +187,48 @@ def test_check_compares_with_transformers(tiny_checkpoint: Path, tmp_path: Path)
         assert b"equal: " in crucible("logits", model, "--tokens", "5,6,7", "--decode", "6", "--check").stderr
     right = json.loads(crucible("logits", directory, "--tokens", "5,6,7", "--decode", "2").stdout)
     logits = np.array(right["logits"], np.float32)
-    assert compare(directory, [5, 6, 7], right["tokens"], logits) == 0
-    assert compare(directory, [5, 6, 7], right["tokens"], np.roll(logits, 1)) == 1
-    assert compare(directory, [5, 6, 7], [right["tokens"][0], right["tokens"][1] ^ 1], logits) == 1
+    rows = Session(directory, quant="f32", context=8).rows([5, 6, 7, right["tokens"][0]])
+    assert np.array_equal(rows[-1], logits)
+    assert compare(directory, [5, 6, 7], right["tokens"], rows) == 0
+    for place in range(4):  # one position that differs is enough
+        wrong = rows.copy()
+        wrong[place] = np.roll(rows[place], 1)
+        assert compare(directory, [5, 6, 7], right["tokens"], wrong) == 1
+        wrong = rows.copy()
+        wrong[place, 3] += 2e-4 * np.abs(rows[place]).max()
+        assert compare(directory, [5, 6, 7], right["tokens"], wrong) == 1
+        wrong[place, 3] = np.nan
+        assert compare(directory, [5, 6, 7], right["tokens"], wrong) == 1
+    assert compare(directory, [5, 6, 7], [right["tokens"][0], right["tokens"][1] ^ 1], rows) == 1
     assert "f32" in error_of("logits", directory, "--tokens", "5", "--check", "--quant", "int8")
+
+
+def test_check_refuses_before_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tests.checkpoints import NoPosition, make_checkpoint, make_hf_directory
+
+    model = make_checkpoint(tmp_path / "unlike", position=NoPosition())
+    assert "no such architecture" in error_of("logits", model, "--tokens", "5", "--check")
+
+    def fail(*arguments: object, **settings: object) -> None:
+        raise RuntimeError("it does\nnot work")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", fail)
+    done = crucible("logits", make_hf_directory(tmp_path / "hf"), "--tokens", "5", "--check", code=2)
+    assert done.stderr.splitlines()[-1].endswith(b"transformers fails on this model: RuntimeError: it does not work")
+
+
+def test_same_order_breaks_ties_within_the_error_only() -> None:
+    from crucible.commands.check import same_order
+
+    reference = np.linspace(2, 1, 20).astype(np.float32)
+    reference[4] = reference[3] - 1e-5
+    swapped = reference.copy()
+    swapped[[3, 4]] = swapped[[4, 3]]
+    assert same_order(swapped, reference, 1e-5)
+    assert not same_order(swapped, reference, 1e-7)
+    swapped[[15, 16]] = swapped[[16, 15]]  # beyond the first ten
+    assert same_order(swapped, reference, 1e-5)
 
 
 def test_logits_refuses(tiny_checkpoint: Path) -> None:
@@ -297,6 +341,216 @@ def test_ctrl_c_is_quiet() -> None:
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=20)
     assert (process.returncode, out, error) == (130, b"", b"")
+
+
+def shell(line: str, **environment: str) -> Run:
+    """A command line of bash, in which ``crucible`` is the command."""
+    script = f'crucible() {{ {sys.executable} -m crucible.cli "$@"; }}; {line}'
+    done = subprocess.run(["bash", "-c", script], env={**ENVIRONMENT, **environment}, capture_output=True, timeout=240)
+    from crucible.commands.options import COMPILING
+
+    stderr = done.stderr.replace(f"{COMPILING}\n".encode(), b"")  # with an empty cache that may come first
+    return Run(done.returncode, done.stdout, stderr)
+
+
+def test_a_reader_that_leaves_a_stream_is_no_error(tiny_checkpoint: Path) -> None:
+    command = f"crucible generate {tiny_checkpoint} --prompt Hello --max-tokens 100"
+    done = shell(f"{command} | head -c 1 >/dev/null; exit ${{PIPESTATUS[0]}}")
+    assert (done.code, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_one_line(tiny_checkpoint: Path) -> None:
+    for command in (f"generate {tiny_checkpoint} --prompt Hello --max-tokens 100", "tokenize a", "--version"):
+        # argparse swallows what an unbuffered stream says about its texts
+        done = shell(f"crucible {command} >/dev/full", PYTHONUNBUFFERED="")
+        assert (done.code, done.stderr.count(b"\n")) == (2, 1), done.stderr
+        assert done.stderr == b"crucible: error: No space left on device\n"
+
+
+def test_closed_streams_are_one_line() -> None:
+    assert shell("crucible tokenize a >&-") == (2, b"", b"crucible: error: standard output is closed\n")
+    for command in ("tokenize", "detokenize", "generate", "eval --data -"):
+        done = shell(f"crucible {command} <&-")
+        assert done.code == 2
+        assert done.stderr.startswith(b"crucible: error: standard input is closed")
+        assert done.stderr.count(b"\n") == 1
+    assert shell("crucible tokenize a 2>&-") == (0, b"[64]\n", b"")
+    assert shell("crucible frobnicate 2>&-") == (2, b"", b"")
+    assert shell("crucible pull no-such-model 2>&-") == (2, b"", b"")
+
+
+def test_ids_that_are_none_of_the_models_are_refused(tmp_path: Path) -> None:
+    """A tokenizer with more ids than the model has tokens (it has the rows): the kernels check no bounds."""
+    from crucible.commands.session import Session
+    from tests.conftest import make_text_checkpoint
+
+    model = make_text_checkpoint(tmp_path / "few", token_count=100, eos_token_ids=[])
+    data = tmp_path / "text.txt"
+    for text in ("Hi", "eA", "AHAe"):  # also as the last, which is only scored
+        data.write_text(text)
+        wrong = max(text.encode())
+        assert f"token id {wrong} lies outside the model's ids 0 … 99" in error_of("eval", model, "--data", data)
+    for cache in ((), ("--no-cache",)):
+        assert "token id 101 " in error_of("generate", model, "--prompt", "Hello", "--max-tokens", "2", *cache)
+    session = Session(model, quant="f32", context=16)
+    for ids in ([1, 100], [1, -1], [2**40, 1], [1, 2, 3, 2**31]):
+        for compute in (session.logits, session.score, session.rows, lambda tokens: session.decode(tokens, 1)):
+            with pytest.raises(RequestError, match="lies outside the model's ids 0 … 99"):
+                compute(ids)
+
+
+def test_logits_that_overflow_are_refused(tmp_path: Path) -> None:
+    from crucible.checkpoint import save_checkpoint
+    from tests.checkpoints import random_tensors, tiny_config
+    from tests.conftest import byte_vocabulary
+
+    config = tiny_config(vocab_size=264, token_count=259)
+    tensors = random_tensors(config)
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], 3e38)
+    model = tmp_path / "large"
+    save_checkpoint(model, config, tensors.items(), files={"tokenizer.vocab": byte_vocabulary()})
+    data = tmp_path / "text.txt"
+    data.write_text("Hello")
+    assert "position 1 hold NaN or infinity" in error_of("logits", model, "--tokens", "5,6")
+    assert "position 0 hold NaN or infinity" in error_of("eval", model, "--data", data)
+    for cache in ((), ("--no-cache",)):
+        done = crucible("generate", model, "--prompt", "Hello", "--max-tokens", "2", *cache, code=2)
+        assert b"NaN or infinity" in done.stderr
+
+
+def test_a_perplexity_beyond_every_double() -> None:
+    from crucible.commands.evaluate import perplexity
+
+    assert perplexity(np.log(7.0)) == pytest.approx(7)
+    assert perplexity(1e6) == float("inf")
+
+
+def test_the_environment_counts_where_no_flag_does(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "text.txt"
+    data.write_text("Hello, world")
+    logits = ("logits", tiny_checkpoint, "--tokens", "72,105")
+    int8, f32 = (crucible(*logits, "--quant", quant).stdout for quant in ("int8", "f32"))
+    assert crucible(*logits).stdout == f32 != int8
+    monkeypatch.setenv("CRUCIBLE_QUANT", "int8")
+    assert crucible(*logits).stdout == int8
+    assert crucible(*logits, "--quant", "f32").stdout == f32
+    evaluate = ("eval", tiny_checkpoint, "--data", data)
+    assert [line.split()[0] for line in crucible(*evaluate).stdout.decode().splitlines()] == ["quant", "int8"]
+    generate = ("generate", tiny_checkpoint, "--prompt", "Hello", "--max-tokens", "1")
+    for variable, value in (("QUANT", "foo"), ("DEVICE", "cuda"), ("THREADS", "0"), ("THREADS", "100000")):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"CRUCIBLE_{variable}", value)
+            for command in (logits, evaluate, generate, (*generate, "--no-cache")):
+                assert variable.lower() in error_of(*command).lower()
+
+
+def test_generate_follows_the_environment(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from crucible.engine.core import EngineCore
+
+    seen = []
+    load = EngineCore.from_checkpoint
+
+    def from_checkpoint(path: Path, config: EngineConfig, report: Callable[[str], None] | None) -> EngineCore:
+        seen.append((config.quant, config.threads, config.max_batch))
+        return load(path, config, report)
+
+    monkeypatch.setattr(EngineCore, "from_checkpoint", from_checkpoint)
+    command = ("generate", tiny_checkpoint, "--prompt", "Hello", "--max-tokens", "1")
+    crucible(*command)
+    monkeypatch.setenv("CRUCIBLE_QUANT", "f32")
+    monkeypatch.setenv("CRUCIBLE_THREADS", "1")
+    crucible(*command)
+    crucible(*command, "--quant", "int8")
+    assert seen == [("int8", None, 1), ("f32", 1, 1), ("int8", 1, 1)]
+    crucible(*command, "--no-cache")
+    assert len(seen) == 3  # no engine is loaded only to be closed
+
+
+def test_compiling_is_announced_when_it_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, at the first kernel that is compiled; a kernel from the cache is silent."""
+    from numba.core import config as numba_config
+
+    from crucible.commands.options import COMPILING, Status, announce_compilation
+
+    monkeypatch.setattr(numba_config, "CACHE_DIR", str(tmp_path / "cache"))
+    source = tmp_path / "kernels.py"
+    source.write_text(
+        "import numba\n"
+        "@numba.njit(cache=True)\ndef one(x):\n    return x + 1\n"
+        "@numba.njit(cache=True)\ndef two(x):\n    return x + 2\n"
+    )
+
+    def run(value: float) -> None:
+        spec = importlib.util.spec_from_file_location("kernels", source)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)  # new dispatchers, as in a new process
+        assert (module.one(value), module.two(value)) == (value + 1, value + 2)
+
+    said: list[str] = []
+    with announce_compilation(said.append):
+        run(1)
+    assert said == [COMPILING]
+    with announce_compilation(said.append):
+        run(1)
+    assert said == [COMPILING]
+    with announce_compilation(said.append):
+        run(1.5)  # another type: what was compiled does not serve it
+    assert said == [COMPILING] * 2
+    run(1j)
+    assert said == [COMPILING] * 2  # nobody listens any more
+
+    for terminal, expected in ((False, COMPILING + "\n"), (True, f"\r\x1b[Kloading …\r\x1b[K{COMPILING} …\r\x1b[K")):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setattr(sys, "stderr", stream)
+        status = Status()
+        status("loading")
+        run(np.float32(1) if terminal else np.int8(1))
+        status.clear()
+        run(np.uint8(1) if terminal else np.int16(1))
+        assert stream.getvalue() == expected
+
+
+def test_ctrl_c_while_a_model_is_loaded_or_answers_is_quiet(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from crucible.commands import generate
+    from crucible.commands.options import Status
+    from crucible.engine.core import EngineCore
+    from crucible.llm import Delta
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted_report(deltas: Iterator[Delta], prompt_tokens: int) -> None:
+        next(deltas)
+        raise KeyboardInterrupt
+
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    command = [str(part) for part in ("generate", tiny_checkpoint, "--prompt", "Hello", "--max-tokens", 20)]
+    for owner, name, action in (
+        (Status, "__call__", interrupt),
+        (EngineCore, "collect", interrupt),
+        (generate, "report", interrupted_report),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, action)
+            assert main(command) == 130
+        gc.collect()
+        assert not ignored
+
+
+def test_the_parsers_words_are_the_engines() -> None:
+    from crucible import choices
+    from crucible.config import engine
+
+    assert engine.CHOICES == {"device": choices.DEVICES, "quant": choices.QUANTS}
 
 
 def test_compiled_kernels_are_kept_in_the_cache(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from crucible.config import EngineConfig
@@ -29,3 +31,59 @@ def test_defaults_pack_and_share() -> None:
     assert EngineConfig.from_environment({"CRUCIBLE_MIN_PACKED_PROMPTS": "4"}).min_packed_prompts == 4
     with pytest.raises(ConfigError, match="min_packed_prompts must be at least 2, got 1"):
         EngineConfig(min_packed_prompts=1)
+
+
+COUNTS = (
+    "max_batch", "max_queue", "context", "kv_pages", "kv_memory", "prefill_budget", "prefill_chunk_tokens", "threads",
+    "min_packed_prompts",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in COUNTS for value in (2.5, "x", "2", True, [2], 2.0, -1)),
+        *((name, None) for name in ("max_batch", "max_queue", "min_packed_prompts", "prefix_cache", "quant")),
+        *((name, value) for name in ("batched_prefill", "prefix_cache") for value in (1, "yes")),
+        *((name, value) for name in ("quant", "device") for value in ("foo", 8, ["cpu"], "")),
+        ("context", 0),
+        ("min_packed_prompts", 1),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be ") as refusal:
+        EngineConfig(**{name: value})
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("QUANT", "foo"),
+        ("DEVICE", ""),
+        ("MAX_BATCH", "x"),
+        ("MAX_BATCH", "0"),
+        ("MIN_PACKED_PROMPTS", "1"),
+        ("KV_MEMORY", "much"),
+        ("PREFIX_CACHE", "maybe"),
+    ],
+)
+def test_a_bad_variable_is_named(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^CRUCIBLE_{variable} must be .*{text}"):
+        EngineConfig.from_environment({f"CRUCIBLE_{variable}": text})
+
+
+def test_an_argument_wins_over_both_variables_of_the_cache_size() -> None:
+    environment = {"CRUCIBLE_KV_PAGES": "7", "CRUCIBLE_MAX_BATCH": "3"}
+    config = EngineConfig.from_environment(environment, kv_memory=2**20, max_batch=None)
+    assert (config.kv_pages, config.kv_memory, config.max_batch) == (None, 2**20, 3)
+    config = EngineConfig.from_environment({"CRUCIBLE_KV_MEMORY": "1M"}, kv_pages=7)
+    assert (config.kv_pages, config.kv_memory) == (7, None)
+    with pytest.raises(ConfigError, match="not both"):
+        EngineConfig.from_environment({"CRUCIBLE_KV_MEMORY": "1M", "CRUCIBLE_KV_PAGES": "7"})
+
+
+def test_a_variable_wins_over_the_callers_default() -> None:
+    assert EngineConfig.from_environment({}, defaults={"quant": "f32"}).quant == "f32"
+    assert EngineConfig.from_environment({"CRUCIBLE_QUANT": "int8"}, defaults={"quant": "f32"}).quant == "int8"
+    assert EngineConfig.from_environment({"CRUCIBLE_QUANT": "f32"}, quant="int8").quant == "int8"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from crucible import inspect_model as module
+from crucible.checkpoint import expected_tensors, save_checkpoint
 from crucible.errors import CheckpointError
 from crucible.inspect_model import available_memory, components_of, describe, inspect_model, size_text
 from tests.checkpoints import (
@@ -55,6 +56,13 @@ def test_the_report_of_a_tied_model(tmp_path: Path) -> None:
     assert report.serving_context == 256
     weights = sum(part.int8 for part in report.components.values())
     assert report.needed("int8") == weights + 16 * 256 * report.kv_bytes_per_token
+
+
+def test_every_stored_type_is_named(tmp_path: Path) -> None:
+    config = tiny_config()
+    dtypes = {name: "bfloat16" if len(shape) == 2 else "float32" for name, shape in expected_tensors(config).items()}
+    save_checkpoint(tmp_path / "m", config, random_tensors(config).items(), dtype=dtypes)
+    assert "stored        bfloat16 and float32, " in describe(tmp_path / "m")
 
 
 def test_the_text_names_what_matters(tmp_path: Path) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from crucible import LLM, SamplingParams
-from crucible.errors import ConfigError, EngineError, RequestError
+from crucible.config.processors import available_processors
+from crucible.errors import CheckpointError, ConfigError, EngineError, RequestError
+from crucible.llm import Delta
 
 PROMPTS = ["x" * 40, "Hello", "The sea was", [72, 105]]  # the first to be computed is the last to be done
 
@@ -141,3 +147,136 @@ def test_a_failing_engine_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     raise_failure("stop", None)
     with pytest.raises(EngineError, match="broken"):
         raise_failure("error", "broken")
+
+
+def test_calls_interleave(llm: LLM) -> None:
+    """Each call gets the events of its own requests, whoever steps the engine."""
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    alone = list(llm.stream("The sea was", params)), list(llm.stream("Hello", params)), llm.generate(PROMPTS, params)
+    first, second = llm.stream("The sea was", params), llm.stream("Hello", params)
+    got: tuple[list[Delta], list[Delta]] = [next(first)], [next(second)]
+    assert llm.generate(PROMPTS, params) == alone[2]
+    for _ in range(5):
+        got[0].append(next(first))
+        got[1].append(next(second))
+    assert llm.generate("x", params)
+    got[1].extend(second)
+    got[0].extend(first)
+    assert got == alone[:2]
+
+
+def test_a_closed_stream_leaves_the_others_alone(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    whole = list(llm.stream("Hello", params))
+    kept, closed = llm.stream("Hello", params), llm.stream("The sea was", params)
+    got = [next(kept)]
+    next(closed)
+    closed.close()
+    assert [*got, *kept] == whole
+
+
+def test_a_stream_that_fills_the_queue_does_not_hang_the_next_call(tiny_checkpoint: Path) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(tiny_checkpoint, quant="f32", max_batch=1, max_queue=0) as narrow:
+        whole = list(narrow.stream("Hello", params))
+        stream = narrow.stream("Hello", params)
+        got = [next(stream)]
+        assert len(narrow.generate(["a", "b"], params)) == 2
+        assert [*got, *stream] == whole
+
+
+def test_a_stream_whose_model_was_closed_ends(tiny_checkpoint: Path) -> None:
+    """Resumed it says so, and thrown away it is silent (pytest turns an unraisable exception into a warning)."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(tiny_checkpoint, quant="f32") as closing:
+        resumed, dropped = closing.stream("Hello", params), closing.stream("Hello", params)
+        next(resumed), next(dropped)
+    with pytest.raises(EngineError, match="closed"):
+        list(resumed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dropped.close()
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint16])
+def test_arrays_are_prompts(llm: LLM, kind: type) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    (expected,) = llm.generate([72, 105], params)
+    ids = np.array([72, 105], kind)
+    assert llm.generate(ids, params) == [expected]
+    assert llm.generate(list(ids), params) == [expected]
+    assert llm.generate(ids.reshape(1, 2), params) == [expected]
+    assert llm.generate([ids, "Hi", tuple(ids)], params) == [expected] * 3
+    assert list(llm.stream(ids, params)) == list(llm.stream([72, 105], params))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [b"Hi", bytearray(b"Hi"), 5, np.int64(5), np.array(5), 1.5, {"prompt": "Hi"}, [b"Hi"], [5, "Hi"], [["Hi"]], [1.0],
+     [[1.0]], np.array([1.0]), [True], [[1, 2], 3], [None], None, [{1, 2}]],
+)  # fmt: skip
+def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError) as refusal:
+        llm.generate(prompt, SamplingParams(max_tokens=1))
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(RequestError):
+        next(llm.stream(prompt, SamplingParams(max_tokens=1)))
+
+
+def test_params_of_another_kind_are_refused(llm: LLM) -> None:
+    parameters: Any = {"max_tokens": 3}
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate("Hi", parameters)
+
+
+@pytest.mark.skipif(available_processors() < 2, reason="needs two processors")
+def test_the_number_of_threads_belongs_to_the_model(tiny_checkpoint: Path) -> None:
+    """Numba keeps it for each thread that launches kernels, and models share a process."""
+    import numba
+
+    used: list[int] = []
+
+    def compute(model: LLM) -> None:
+        model.generate("Hello", SamplingParams(max_tokens=2))
+        used.append(numba.get_num_threads())
+
+    with LLM(tiny_checkpoint, quant="f32", threads=1) as one, LLM(tiny_checkpoint, quant="f32", threads=2) as two:
+        compute(one)
+        compute(two)
+        compute(one)
+        for model in (one, two):
+            thread = threading.Thread(target=compute, args=(model,))
+            thread.start()
+            thread.join()
+    assert used == [1, 2, 1, 1, 2]
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    from tests.conftest import make_text_checkpoint
+
+    larger = make_text_checkpoint(tmp_path / "larger", vocab_size=258, token_count=258)
+    with pytest.raises(CheckpointError, match=r"the tokenizer has 259 ids and the model only 258 "):
+        LLM(larger)
+    smaller = make_text_checkpoint(tmp_path / "smaller", token_count=264)
+    with pytest.raises(CheckpointError, match=r"may generate 264 ids \(token_count\) and the tokenizer has only 259"):
+        LLM(smaller)
+
+
+def test_an_id_that_the_vocabulary_leaves_out_may_be_chosen(tmp_path: Path) -> None:
+    """Every id but two letters is a hole, so the model speaks almost nothing else."""
+    from crucible.vocabulary import Vocabulary
+    from tests.checkpoints import make_checkpoint
+
+    tokens = [b"", b"a", b"b", *[b""] * 91, b"<end>"]
+    files = {"tokenizer.vocab": Vocabulary("gpt2", tokens, frozenset([94])).to_bytes()}
+    holes = make_checkpoint(tmp_path / "holes", files=files, token_count=95)
+    params = SamplingParams(max_tokens=30, temperature=2.0, ignore_eos=True)
+    with LLM(holes, quant="f32") as model:
+        (whole,) = model.generate("ab", params)
+        assert set(whole.token_ids) - {1, 2, 94}
+        deltas = list(model.stream("ab", params))
+    assert (
+        "".join(delta.text for delta in deltas)
+        == whole.text
+        == "".join({1: "a", 2: "b"}.get(token, "") for token in whole.token_ids)
+    )

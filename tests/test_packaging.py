@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import re
@@ -75,6 +76,22 @@ def test_the_readme_names_only_files_that_exist() -> None:
     for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_readme_and_the_changelog_name_every_command() -> None:
+    from crucible.cli import build_parser
+
+    (subparsers,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    readme, changelog = ((ROOT / name).read_text() for name in ("README.md", "CHANGELOG.md"))
+    for command in subparsers.choices:
+        assert f"`crucible {command} " in readme, command
+        assert re.search(rf"^- `crucible(`: .*\b{command}\b| {command}`)", changelog, re.MULTILINE), command
+
+
+def test_only_the_configuration_reads_the_environment() -> None:
+    for path in (ROOT / "crucible").rglob("*.py"):
+        if path.parent != ROOT / "crucible" / "config":
+            assert not re.search(r"\bos\.(environ|getenv)\b", path.read_text()), path
 
 
 def test_mutations_are_well_formed() -> None:

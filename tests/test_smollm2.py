@@ -116,19 +116,33 @@ def test_paged_equals_contiguous_bit_for_bit_across_the_boundaries(path: Path, q
 
 
 def test_int8_costs_less_than_two_thousandths_of_a_nat(path: Path, tokenizer: Tokenizer, model: Model) -> None:
-    text = (Path(__file__).parent.parent / "LICENSE").read_text()
-    ids = tokenizer.encode(text)[:1024]
-    pages = list(range(64))
+    """On text written after the model was trained: this project's documentation.
 
-    def cross_entropy(m: Model) -> float:
-        logits = m.run((ids, 0, pages), all_rows=True)[:-1].astype(np.float64)
-        peak = logits.max(axis=1)
-        total = np.log(np.exp(logits - peak[:, None]).sum(axis=1)) + peak
-        return float((total - logits[np.arange(len(ids) - 1), ids[1:]]).mean())
+    The divergence of the predicted distributions is what int8 costs on average; the loss itself is far noisier.
+    """
+    root = Path(__file__).parent.parent
+    text = "\n".join(page.read_text() for page in sorted(root.glob("docs/**/*.md")))
+    quantised = Model(path, quant="int8", pages=64, context=1024)
+    divergences, differences, losses = [], [], []
+    for start in range(0, 4096, 1024):
+        ids = tokenizer.encode(text)[start : start + 1024]
+        plain, rounded = (log_probabilities(m, ids) for m in (model, quantised))
+        divergences.append((np.exp(plain) * (plain - rounded)).sum(axis=1))
+        rows = np.arange(len(ids) - 1)
+        losses.append(-plain[rows, ids[1:]])
+        differences.append(plain[rows, ids[1:]] - rounded[rows, ids[1:]])
+    difference = np.concatenate(differences)
+    assert 2 < np.concatenate(losses).mean() < 5
+    assert 0 < np.concatenate(divergences).mean() <= 0.002
+    assert difference.mean() <= 0.002 + 2 * difference.std() / math.sqrt(len(difference))
 
-    plain, quantised = cross_entropy(model), cross_entropy(Model(path, quant="int8", pages=64, context=1024))
-    assert 0 < plain < math.log(49152)
-    assert quantised - plain <= 0.002
+
+def log_probabilities(model: Model, ids: list[int]) -> np.ndarray:
+    """Log-probabilities float64 [len(ids) - 1, vocab] of what follows each position but the last."""
+    logits = model.run((ids, 0, list(range(64))), all_rows=True)[:-1].astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return logits
 
 
 def test_it_knows_the_capital_of_france() -> None:

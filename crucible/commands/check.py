@@ -1,4 +1,4 @@
-"""``logits --check``: the same tokens through Hugging Face transformers in float32."""
+"""``logits --check``: every position of the same tokens through Hugging Face transformers in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from crucible.checkpoint import Checkpoint, open_checkpoint
 from crucible.commands.options import progress
 from crucible.config.model import LinearScaling, Llama3Scaling, ModelConfig, Rope, YarnScaling
-from crucible.errors import ConfigError
+from crucible.errors import ConfigError, CrucibleError
 from crucible.json_file import read_json
 from crucible.model.ops import FloatArray
 
@@ -18,46 +18,79 @@ TOLERANCE = 1e-4
 """Largest |Δ| allowed, as a share of the position's largest |logit|: float32 rounding in another order."""
 
 
-def compare(path: Path, prompt: list[int], tokens: list[int], logits: FloatArray) -> int:
-    """Reports on standard error how the last position and the greedy choices compare. Returns 0, or 1 if they differ.
+SLACK = 10
+"""Two logits closer than this many times the position's error are a tie that either side may break."""
 
-    A greedy choice may differ where the reference's two best logits are closer than ten times the measured error.
+TOP = 10
+
+
+def require(config: ModelConfig) -> None:
+    """Raises ConfigError where transformers is absent or its Llama has no such architecture."""
+    llama_fields(config)
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError:
+        raise ConfigError("--check needs transformers and torch: pip install transformers torch") from None
+
+
+def compare(path: Path, prompt: list[int], tokens: list[int], rows: FloatArray) -> int:
+    """Reports on standard error how every position and the greedy choices compare. Returns 0, or 1 if they differ.
+
+    rows: float32 [positions, vocab], the logits of prompt + tokens[:-1]. At each position max |Δ| is at most TOLERANCE
+    of the largest |logit|, the TOP first ids are the same in the same order, and a greedy choice is the first of them;
+    ids may change places where the reference's logits are closer than SLACK times that position's error.
     """
     reference = transformers_logits(path, [*prompt, *tokens[:-1]])
-    last = reference[-1]
-    error = float(np.abs(logits - last).max())
-    limit = TOLERANCE * float(np.abs(last).max())
-    same_order = bool((np.argsort(-logits, kind="stable")[:10] == np.argsort(-last, kind="stable")[:10]).all())
-    differing = []
-    for index, token in enumerate(tokens):
-        row = reference[len(prompt) - 1 + index]
-        if row.max() - row[token] > 10 * error:
-            differing.append(len(prompt) + index)
-    passed = error <= limit and same_order and not differing
+    if reference.shape != rows.shape:
+        raise ConfigError(f"--check: transformers has logits {reference.shape} where there are {rows.shape} here")
+    errors = np.abs(rows - reference).max(axis=1)
+    shares = errors / np.abs(reference).max(axis=1)
+    exceeding = np.flatnonzero(~(shares <= TOLERANCE))  # a NaN exceeds, too
+    disordered = [place for place, error in enumerate(errors) if not same_order(rows[place], reference[place], error)]
+    chosen = range(len(prompt) - 1, len(prompt) - 1 + len(tokens))
+    differing = [
+        place
+        for place, token in zip(chosen, tokens, strict=True)
+        if reference[place].max() - reference[place, token] > SLACK * errors[place]
+    ]
+    faults = sorted({*exceeding.tolist(), *disordered, *differing})
+    worst = int(np.nanargmax(np.where(np.isnan(shares), np.inf, shares)))
     progress(
-        f"{'equal' if passed else 'DIFFERENT'}: max |Δ| {error:.2e} (limit {limit:.2e}), top 10 "
-        f"{'in the same order' if same_order else 'in another order'}, "
+        f"{f'DIFFERENT from position {faults[0]} on' if faults else 'equal'}: {len(rows)} positions, "
+        f"max |Δ| / max |logit| {shares[worst]:.1e} at position {worst} (limit {TOLERANCE:.0e}), top {TOP} "
+        f"{f'in another order at {len(disordered)}' if disordered else 'in the same order'}, "
         f"{len(tokens) - len(differing)} of {len(tokens)} greedy tokens agree"
     )
-    return 0 if passed else 1
+    return 1 if faults else 0
+
+
+def same_order(row: FloatArray, reference: FloatArray, error: float) -> bool:
+    """Whether both rows have the same TOP first ids in the same order, ties aside."""
+    ours, theirs = (np.argsort(-values, kind="stable")[:TOP] for values in (row, reference))
+    return bool((np.abs(reference[ours] - reference[theirs]) <= SLACK * error).all())
 
 
 def transformers_logits(path: Path, ids: list[int]) -> FloatArray:
-    """Logits float32 [len(ids), vocab] by transformers. Raises ConfigError where it is absent or has no such model."""
-    try:
-        import torch
-        from transformers import LlamaForCausalLM
-        from transformers.utils import logging
-    except ImportError:
-        raise ConfigError("--check needs transformers and torch: pip install transformers torch") from None
+    """Logits float32 [len(ids), vocab] by transformers. Raises ConfigError where it is absent or fails."""
+    import torch
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging
+
     logging.disable_progress_bar()
-    if "crucible_format" in read_json(path / "config.json"):
-        with open_checkpoint(path) as checkpoint:
-            model = to_transformers(checkpoint)
-    else:
-        model = LlamaForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
-    with torch.inference_mode():
-        result: FloatArray = model.eval()(torch.tensor([ids])).logits[0].float().numpy()
+    try:
+        if "crucible_format" in read_json(path / "config.json"):
+            with open_checkpoint(path) as checkpoint:
+                model = to_transformers(checkpoint)
+        else:
+            model = LlamaForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
+        with torch.inference_mode():
+            result: FloatArray = model.eval()(torch.tensor([ids])).logits[0].float().numpy()
+    except CrucibleError:
+        raise
+    except Exception as error:  # whatever another library makes of this model, it is no traceback of ours
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--check: transformers fails on this model: {type(error).__name__}: {reason}") from None
     return result
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from crucible.commands.options import Subparsers, add_device, announce_compilation, check_device, positive, whole
+from crucible.commands.options import (
+    Subparsers,
+    add_device,
+    add_quant,
+    announce_compilation,
+    engine_config,
+    positive,
+    whole,
+)
 
 NAMES = ("paged", "batch", "sampling", "prefill", "packed", "prefix")
 
@@ -22,7 +30,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("check", choices=(*NAMES, "all"), metavar="CHECK", help=", ".join((*NAMES, "all")))
     parser.add_argument("model", nargs="?", metavar="MODEL", help="model directory or name of a pulled model")
-    parser.add_argument("--quant", choices=("f32", "int8"), default="int8", help="weight type (default: int8)")
+    add_quant(parser, default="int8")
     parser.add_argument("--cases", type=positive, default=3, metavar="N", help="random cases a check (default: 3)")
     parser.add_argument("--seed", type=whole, default=0, metavar="S", help="of the random cases (default: 0)")
     add_device(parser)
@@ -30,7 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_device(args.device)
+    config = engine_config(args, default_quant="int8")
     import numpy as np
 
     from crucible.engine.checks.lab import Lab
@@ -39,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
 
     path = resolve(args.model)
     announce_compilation()
-    lab = Lab.load(path, quant=args.quant, threads=args.threads)
+    lab = Lab.load(path, quant=config.quant, threads=config.threads)
     failed = 0
     for name in NAMES if args.check == "all" else (args.check,):
         cases = rows = differing = 0
-        print(f"{name}: {path.name}, cpu, {args.quant}, context {lab.context}, seed {args.seed}")
+        print(f"{name}: {path.name}, cpu, {config.quant}, context {lab.context}, seed {args.seed}")
         print(f"  {'case':<52}{'requests':>9}{'rows':>7}  bits")
         for outcome in CHECKS[name](lab, args.cases, np.random.default_rng(args.seed)):
             cases, rows = cases + 1, rows + outcome.rows

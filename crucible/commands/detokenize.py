@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from crucible.commands.options import MODEL_HELP, Subparsers, check_token_ids
+from crucible.commands.options import MODEL_HELP, Subparsers, check_token_ids, standard_input
 from crucible.commands.tokenize import open_tokenizer
 from crucible.errors import TokenizerError
 
@@ -26,7 +26,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    ids = parse_ids(sys.stdin.buffer.read() if args.ids is None else args.ids)
+    ids = parse_ids(standard_input().read() if args.ids is None else args.ids)
     tokenizer = open_tokenizer(args.model)
     check_token_ids(ids, tokenizer.token_count)
     sys.stdout.buffer.write(tokenizer.decode_bytes(ids))

@@ -6,10 +6,17 @@ import argparse
 import math
 import time
 
-from crucible.commands.options import Subparsers, add_device, add_model, check_device, decode_utf8, positive, read_file
+from crucible.choices import QUANTS
+from crucible.commands.options import (
+    Subparsers,
+    add_device,
+    add_model,
+    decode_utf8,
+    engine_config,
+    positive,
+    read_file,
+)
 from crucible.errors import RequestError
-
-QUANTS = ("f32", "int8")
 
 
 def quant_list(text: str) -> list[str]:
@@ -37,7 +44,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "--context", type=positive, metavar="N", help="window length (default: the model's, at most 2048)"
     )
     parser.add_argument(
-        "--quant", type=quant_list, default=["f32"], metavar="LIST", help="f32, int8 or f32,int8 (default: f32)"
+        "--quant",
+        type=quant_list,
+        metavar="LIST",
+        help="f32, int8 or f32,int8 (default: $CRUCIBLE_QUANT, else f32)",
     )
     add_device(parser)
     parser.set_defaults(run=run)
@@ -45,13 +55,16 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from crucible.checkpoint import open_checkpoint
+    from crucible.model_text import ModelText
     from crucible.models import resolve
-    from crucible.tokenizer import Tokenizer
 
-    check_device(args.device)
+    quant = None if args.quant is None else args.quant[0]
+    settings = engine_config(args, default_quant="f32", quant=quant)
     path = resolve(args.model)
-    tokenizer = Tokenizer.for_checkpoint(path)
-    ids = tokenizer.encode(decode_utf8(read_file(args.data), args.data))
+    with open_checkpoint(path) as checkpoint:
+        config = checkpoint.config
+    tokenizer = ModelText(path, config).required()
+    ids = tokenizer.encode_prompt(decode_utf8(read_file(args.data), args.data))
     if args.tokens is not None:
         if args.tokens > len(ids):
             raise RequestError(f"{args.data} has only {len(ids)} tokens, fewer than --tokens {args.tokens}", "tokens")
@@ -59,8 +72,7 @@ def run(args: argparse.Namespace) -> None:
     if len(ids) < 2:
         raise RequestError(f"{args.data} has {len(ids)} tokens; scoring needs at least 2", "data")
 
-    with open_checkpoint(path) as checkpoint:
-        longest = checkpoint.config.context_length
+    longest = config.context_length
     context = args.context or min(longest, 2048)
     if not 2 <= context <= longest:
         raise RequestError(f"--context must lie in 2 … {longest}, got {context}", "context")
@@ -70,14 +82,24 @@ def run(args: argparse.Namespace) -> None:
     parts = windows(ids, context)
     scored = len(ids) - 1
     size = sum(len(tokenizer.decode_bytes(part[1:])) for part in parts)
-    print(f"{'quant':<6}{'tokens':>9}{'nats/token':>13}{'perplexity':>13}{'bits/byte':>12}{'tokens/s':>11}", flush=True)
-    for quant in args.quant:
-        session = Session(path, quant=quant, context=context, threads=args.threads)
+    titles = f"{'quant':<6}{'tokens':>9}{'nats/token':>13}{'perplexity':>13}{'bits/byte':>12}{'tokens/s':>11}\n"
+    for quant in args.quant or [settings.quant]:
+        session = Session(path, quant=quant, context=context, threads=settings.threads)
         started = time.perf_counter()
         nats = -sum(float(session.score(part).sum()) for part in parts)
         rate = scored / (time.perf_counter() - started)
         mean, bits = nats / scored, nats / math.log(2) / size
-        print(f"{quant:<6}{scored:>9}{mean:>13.6f}{math.exp(mean):>13.4f}{bits:>12.6f}{rate:>11.1f}", flush=True)
+        line = f"{quant:<6}{scored:>9}{mean:>13.6f}{perplexity(mean):>13.4f}{bits:>12.6f}{rate:>11.1f}"
+        print(titles + line, flush=True)
+        titles = ""
+
+
+def perplexity(nats: float) -> float:
+    """exp(``nats``), infinity where that is beyond every double."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
 
 
 def windows(ids: list[int], context: int) -> list[list[int]]:

@@ -7,24 +7,28 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from crucible.commands.options import (
     Status,
     Subparsers,
     add_device,
     add_model,
-    check_device,
+    add_quant,
+    engine_config,
     number,
     positive,
     progress,
     read_text,
+    standard_input,
     whole,
 )
 from crucible.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from crucible.config.sampling import SamplingParams
+    from crucible.commands.uncached import UncachedModel
     from crucible.llm import LLM, Delta
 
 
@@ -52,33 +56,50 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--no-cache", action="store_true", help="recompute the whole prefix for every token (slow, same tokens)"
     )
-    parser.add_argument("--quant", choices=("f32", "int8"), default="int8", help="weight type (default: int8)")
+    add_quant(parser, default="int8")
     add_device(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     from crucible.config.sampling import SamplingParams
-    from crucible.llm import LLM
-    from crucible.protocol import DEFAULT_MAX_TOKENS
 
-    check_device(args.device)
+    config = engine_config(args, default_quant="int8", max_batch=1)
     refuse_a_prompt_as_model(args.model)
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     SamplingParams(**sampling)  # refused here, before a model is loaded
-    if args.prompt is None and sys.stdin.isatty():
+    if args.prompt is None and standard_input().isatty():
         progress("Type the prompt, then Ctrl-D.")
     text = read_text(args.prompt, "the prompt")
+    if args.no_cache:
+        from crucible.commands.uncached import UncachedModel
+
+        with UncachedModel(args.model, config) as model:
+            answer(args, model, text, sampling)
+        return
+
+    from crucible.llm import LLM
+
     status = Status()
-    settings = {"device": args.device, "quant": args.quant, "threads": args.threads, "max_batch": 1}
-    with LLM(args.model, on_progress=status, **settings) as llm:
+    try:
+        llm = LLM(args.model, on_progress=status, **asdict(config))
+    finally:
         status.clear()
-        ids = llm.encode(text, chat=not args.raw)
-        room = llm.context - len(ids)
-        if room < 1:
-            raise RequestError(f"the prompt has {len(ids)} tokens and the context holds {llm.context}", "prompt")
-        params = SamplingParams(max_tokens=args.max_tokens or min(DEFAULT_MAX_TOKENS, room), **sampling)
-        deltas = uncached(llm, ids, params) if args.no_cache else llm.stream(ids, params)
+    with llm:
+        answer(args, llm, text, sampling)
+
+
+def answer(args: argparse.Namespace, model: LLM | UncachedModel, text: str, sampling: dict[str, Any]) -> None:
+    """Writes the model's answer to ``text``."""
+    from crucible.config.sampling import SamplingParams
+    from crucible.protocol import DEFAULT_MAX_TOKENS
+
+    ids = model.encode(text, chat=not args.raw)
+    room = model.context - len(ids)
+    if room < 1:
+        raise RequestError(f"the prompt has {len(ids)} tokens and the context holds {model.context}", "prompt")
+    params = SamplingParams(max_tokens=args.max_tokens or min(DEFAULT_MAX_TOKENS, room), **sampling)
+    with closing(model.stream(ids, params)) as deltas:  # closed before the engine, which it may have to tell
         report(deltas, prompt_tokens=len(ids))
 
 
@@ -106,39 +127,3 @@ def report(deltas: Iterator[Delta], prompt_tokens: int) -> None:
     output.flush()
     speed = f", {(count - 1) / (last - first):.1f} tokens/s" if count > 1 and last > first else ""
     progress(f"{prompt_tokens} prompt tokens, {count} generated{speed}, first after {first - started:.2f} s")
-
-
-def uncached(llm: LLM, ids: list[int], params: SamplingParams) -> Iterator[Delta]:
-    """The reference path of generation: every token recomputes the whole prefix, nothing is kept between steps."""
-    from crucible.commands.session import Session
-    from crucible.llm import Delta
-    from crucible.native.sampling import select
-    from crucible.tokenizer import IncrementalDecoder
-
-    if llm.tokenizer is None or params.max_tokens is None:
-        raise ConfigError("--no-cache needs a tokenizer and --max-tokens")
-    if len(ids) + params.max_tokens > llm.context:
-        raise RequestError(
-            f"prompt ({len(ids)} tokens) and max_tokens ({params.max_tokens}) exceed the context of {llm.context}",
-            "max_tokens",
-        )
-    decoder = IncrementalDecoder(llm.tokenizer)
-    llm.close()  # its weights and cache make room for the session's
-    session = Session(llm.path, quant=llm.config.quant, context=llm.context, threads=llm.config.threads)
-    tokens = list(ids)
-    for count in range(1, params.max_tokens + 1):
-        token = select(
-            session.logits(tokens),
-            params.temperature or 0.0,
-            params.effective_top_k,
-            params.effective_seed,
-            0,
-            len(tokens),
-            session.config.token_count,
-        )
-        if token in session.config.eos_token_ids:
-            yield Delta(decoder.flush(), None, count, "stop")
-            return
-        tokens.append(token)
-        yield Delta(decoder.push(token), token, count)
-    yield Delta(decoder.flush(), None, params.max_tokens, "length")

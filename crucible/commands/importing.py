@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from crucible.commands.options import Subparsers
+from crucible.commands.options import Subparsers, stderr_is_terminal
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -22,4 +21,4 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     from crucible.importers import import_model
 
-    print(import_model(args.source, args.destination, progress=sys.stderr.isatty()))
+    print(import_model(args.source, args.destination, progress=stderr_is_terminal()))

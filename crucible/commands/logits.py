@@ -9,8 +9,9 @@ from crucible.commands.options import (
     Subparsers,
     add_device,
     add_model,
-    check_device,
+    add_quant,
     check_token_ids,
+    engine_config,
     token_list,
     whole,
 )
@@ -29,17 +30,20 @@ def add_parser(subparsers: Subparsers) -> None:
     add_model(parser)
     parser.add_argument("--tokens", type=token_list, required=True, metavar="IDS", help="token ids separated by commas")
     parser.add_argument("--decode", type=whole, default=0, metavar="N", help="greedy tokens to append (default: 0)")
-    parser.add_argument("--quant", choices=("f32", "int8"), default="f32", help="weight type (default: f32)")
+    add_quant(parser, default="f32")
     parser.add_argument("--no-cache", action="store_true", help="recompute the whole prefix for every token")
     parser.add_argument(
-        "--check", action="store_true", help="compare with transformers in float32; exit 1 if they differ"
+        "--check",
+        action="store_true",
+        help="compare every position with transformers in float32; exit 1 if they differ",
     )
     add_device(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.check and args.quant != "f32":
+    settings = engine_config(args, default_quant="f32")
+    if args.check and settings.quant != "f32":
         raise ConfigError("--check compares with float32; use --quant f32")
     from crucible.checkpoint import open_checkpoint
     from crucible.models import resolve
@@ -51,16 +55,19 @@ def run(args: argparse.Namespace) -> int:
     total = len(args.tokens) + args.decode
     if total > config.context_length:
         raise RequestError(f"{total} tokens are more than the model's context of {config.context_length}", "tokens")
+    if args.check:
+        from crucible.commands.check import compare, require
+
+        require(config)
 
     from crucible.commands.session import Session
 
-    check_device(args.device)
-    session = Session(path, quant=args.quant, context=total, threads=args.threads)
+    session = Session(path, quant=settings.quant, context=total, threads=settings.threads)
     tokens, logits = session.decode(args.tokens, args.decode, cached=not args.no_cache)
     values = [float(value) for value in logits]
-    print(json.dumps({"tokens": tokens, "logits": values} if args.decode else values))
+    print(json.dumps({"tokens": tokens, "logits": values} if args.decode else values, allow_nan=False))
     if args.check:
-        from crucible.commands.check import compare
-
-        return compare(path, args.tokens, tokens, logits)
+        rows = session.rows([*args.tokens, *tokens[:-1]])
+        rows[-1] = logits  # the printed ones: with a cache, if there was one
+        return compare(path, args.tokens, tokens, rows)
     return 0

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
+from crucible.choices import DEVICES, QUANTS
 from crucible.errors import ConfigError, RequestError, TokenizerError
+
+if TYPE_CHECKING:
+    from crucible.config import EngineConfig
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -58,39 +64,66 @@ def add_model(parser: argparse.ArgumentParser, *, default: str = DEFAULT_MODEL) 
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP % default)
 
 
+def add_quant(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """``--quant``; ``default`` is for the help, ``engine_config`` decides."""
+    parser.add_argument("--quant", choices=QUANTS, help=f"weight type (default: $CRUCIBLE_QUANT, else {default})")
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """``--device`` and ``--threads``."""
+    parser.add_argument("--device", choices=DEVICES, help="where to compute (default: $CRUCIBLE_DEVICE, else auto)")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: auto)"
-    )
-    parser.add_argument(
-        "--threads", type=positive, metavar="N", help="CPU threads (default: every core this process may use)"
+        "--threads",
+        type=positive,
+        metavar="N",
+        help="CPU threads (default: $CRUCIBLE_THREADS, else every core this process may use)",
     )
 
 
-def check_device(device: str) -> None:
+def engine_config(args: argparse.Namespace, *, default_quant: str, **flags: Any) -> EngineConfig:
+    """The flags, else CRUCIBLE_* variables, else ``default_quant`` and EngineConfig's defaults.
+
+    The flags are ``args``' quant, device and threads; ``flags`` add to them or replace them. Raises ConfigError for a
+    bad value, and for a device that this version cannot compute on.
+    """
+    from crucible.config import EngineConfig
+
+    given = {"quant": args.quant, "device": args.device, "threads": args.threads, **flags}
+    config = EngineConfig.from_environment(defaults={"quant": default_quant}, **given)
+    check_device(config.device)
+    return config
+
+
+def check_device(device: str | None) -> None:
     """Refuses a device that this version cannot compute on. Raises ConfigError."""
     if device == "cuda":
-        raise ConfigError("--device cuda: this version has no CUDA engine yet; use --device cpu or auto")
+        raise ConfigError("device cuda: this version has no CUDA engine yet; use --device cpu or auto")
 
 
-def check_token_ids(ids: list[int], token_count: int) -> None:
+def check_token_ids(ids: Sequence[int], token_count: int) -> None:
     """Refuses ids that mean nothing to the model. Raises RequestError naming the first one."""
     for token in ids:
         if not 0 <= token < token_count:
             raise RequestError(f"token id {token} lies outside the model's ids 0 … {token_count - 1}", "tokens")
 
 
+def standard_input() -> BinaryIO:
+    """The bytes of standard input. Raises ConfigError where it is closed."""
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed; give the input as an argument or open it")
+    return sys.stdin.buffer
+
+
 def read_text(argument: str | None, what: str) -> str:
     """``argument``, or UTF-8 from standard input. Raises TokenizerError naming the byte that is not UTF-8."""
     if argument is None:
-        return decode_utf8(sys.stdin.buffer.read(), what)
+        return decode_utf8(standard_input().read(), what)
     return decode_utf8(argument.encode("utf-8", "surrogateescape"), what)  # the bytes that the shell passed
 
 
 def read_file(path: str) -> bytes:
     """A file's bytes; ``-`` is standard input."""
-    return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    return standard_input().read() if path == "-" else Path(path).read_bytes()
 
 
 def decode_utf8(data: bytes, what: str) -> str:
@@ -103,33 +136,50 @@ def decode_utf8(data: bytes, what: str) -> str:
 
 def progress(message: str) -> None:
     """A line for a human who waits."""
-    print(message, file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # None: closed; print would then take standard output
+        print(message, file=sys.stderr, flush=True)
 
 
-def announce_compilation() -> None:
-    """Says why the first run takes long, unless the kernels are compiled already."""
-    from crucible.kernels.cpu import runtime
+def stderr_is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
-    if not runtime.is_warm():
-        progress("compiling kernels for this machine; this happens once")
+
+COMPILING = "compiling kernels for this machine; this happens once"
+
+
+def announce_compilation(say: Callable[[str], None] = progress) -> AbstractContextManager[object]:
+    """From now on says why it takes long, once, if kernels have to be compiled; the context's end stops that."""
+    from crucible.kernels.cpu.runtime import CompilationListener
+
+    return closing(CompilationListener(lambda: say(COMPILING)))
 
 
 class Status:
-    """One line on a terminal that says what is being waited for, and goes away; elsewhere only what takes long."""
+    """One line on a terminal that says what is being waited for, and goes away; elsewhere only what takes long.
+
+    It begins with the first message, which a model's loading sends before any kernel is compiled.
+    """
 
     def __init__(self) -> None:
         self._shown = False
+        self._listening: AbstractContextManager[object] | None = None
 
     def __call__(self, message: str) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{message} …")
-            sys.stderr.flush()
-            self._shown = True
-        elif message.startswith("compiling"):
-            announce_compilation()
+        if self._listening is None:
+            self._listening = announce_compilation(self._show if stderr_is_terminal() else progress)
+        if stderr_is_terminal():
+            self._show(message)
+
+    def _show(self, message: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{message} …")
+        sys.stderr.flush()
+        self._shown = True
 
     def clear(self) -> None:
         """Removes the line, before other output."""
+        if self._listening is not None:
+            self._listening.__exit__(None, None, None)
+            self._listening = None
         if self._shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

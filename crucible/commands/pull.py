@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from crucible.commands.options import Subparsers
+from crucible.commands.options import Subparsers, stderr_is_terminal
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -24,4 +23,4 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> None:
     from crucible.pull import pull
 
-    print(pull(args.name, progress=sys.stderr.isatty()))
+    print(pull(args.name, progress=stderr_is_terminal()))

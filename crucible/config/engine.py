@@ -1,23 +1,31 @@
-"""EngineConfig: how a model is served. The one place that reads CRUCIBLE_* environment variables."""
+"""EngineConfig: how a model is served, from arguments and CRUCIBLE_* environment variables."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any, get_type_hints
 
+from crucible.choices import DEVICES, QUANTS
 from crucible.errors import ConfigError
 
 PAGE_TOKENS = 16
 """Tokens of KV a page holds (a power of two, so that translation is a shift and a mask)."""
+
+CHOICES = {"device": DEVICES, "quant": QUANTS}
+LEAST = {"max_queue": 0, "min_packed_prompts": 2}
+"""The least value of a count that may not be 1, or may be less."""
+KV_SIZES = {"kv_pages", "kv_memory"}
+"""Two ways to say the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. ``None`` means "chosen from the model and the machine"; see docs/architecture.md.
 
-    Each field can be set by the environment variable CRUCIBLE_<FIELD IN CAPITALS>; an explicit argument wins.
+    Each field can be set by the environment variable CRUCIBLE_<FIELD IN CAPITALS>; an explicit argument wins. Raises
+    ConfigError naming the field whose value cannot work.
 
     device: ``auto``, ``cpu`` or ``cuda``. quant: weight type, ``f32`` or ``int8``.
     max_batch: requests resident at once. max_queue: requests waiting beyond them before 429.
@@ -44,52 +52,62 @@ class EngineConfig:
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
-        for name, allowed in (("device", ("auto", "cpu", "cuda")), ("quant", ("f32", "int8"))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        counts = ("max_batch", "context", "kv_pages", "kv_memory", "prefill_budget", "prefill_chunk_tokens", "threads")
-        for name in counts:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.min_packed_prompts < 2:
-            raise ConfigError(f"min_packed_prompts must be at least 2, got {self.min_packed_prompts}")
-        if self.max_queue < 0:
-            raise ConfigError(f"max_queue must be at least 0, got {self.max_queue}")
+        for name, hint in get_type_hints(type(self)).items():
+            check_field(name, hint, getattr(self, name))
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("give kv_pages or kv_memory, not both")
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> EngineConfig:
-        """The defaults, then CRUCIBLE_* variables, then ``overrides`` (those that are not ``None``).
+    def from_environment(
+        cls, environ: Mapping[str, str] | None = None, *, defaults: Mapping[str, Any] | None = None, **overrides: Any
+    ) -> EngineConfig:
+        """The defaults (``defaults`` before the fields' own), then CRUCIBLE_* variables, then ``overrides``.
 
-        Raises ConfigError naming the variable whose value cannot be read.
+        Overrides that are ``None`` do not count. One of kv_pages and kv_memory overrides both variables. Raises
+        ConfigError naming the variable whose value cannot be used.
         """
         environ = os.environ if environ is None else environ
-        hints = get_type_hints(cls)
-        values: dict[str, Any] = {}
-        for field in fields(cls):
-            variable = f"CRUCIBLE_{field.name.upper()}"
+        given = {name: value for name, value in overrides.items() if value is not None}
+        settled = given.keys() | (KV_SIZES if given.keys() & KV_SIZES else set())
+        values: dict[str, Any] = dict(defaults or {})
+        for name, hint in get_type_hints(cls).items():
+            variable = f"CRUCIBLE_{name.upper()}"
             text = environ.get(variable)
-            if text is None or overrides.get(field.name) is not None:
+            if text is None or name in settled:
                 continue
-            if field.name == "kv_memory":
-                values[field.name] = parse_size(text, variable)
-            elif hints[field.name] is bool:
-                values[field.name] = parse_switch(text, variable)
-            elif int in (hints[field.name], *get_args(hints[field.name])):
+            if name == "kv_memory":
+                values[name] = parse_size(text, variable)
+            elif hint is bool:
+                values[name] = parse_switch(text, variable)
+            elif hint is str:
+                values[name] = text
+            else:
                 try:
-                    values[field.name] = int(text)
+                    values[name] = int(text)
                 except ValueError:
                     raise ConfigError(f"{variable} must be a whole number, got {text!r}") from None
-            else:
-                values[field.name] = text
-        values.update({name: value for name, value in overrides.items() if value is not None})
-        return cls(**values)
+            check_field(name, hint, values[name], variable)
+        return cls(**{**values, **given})
 
     def with_defaults(self, **values: Any) -> EngineConfig:
         """A copy in which each named field that is ``None`` has the given value."""
         return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
+
+
+def check_field(name: str, hint: object, value: object, label: str | None = None) -> None:
+    """Raises ConfigError unless ``value`` can be that field's; ``label`` is its name in the message."""
+    label = label or name
+    if name in CHOICES:
+        if value not in CHOICES[name]:
+            raise ConfigError(f"{label} must be one of {', '.join(CHOICES[name])}, got {value!r}")
+    elif hint is bool:
+        if type(value) is not bool:
+            raise ConfigError(f"{label} must be True or False, got {value!r}")
+    elif value is not None or hint is int:
+        if type(value) is not int:  # True is an int, and no count
+            raise ConfigError(f"{label} must be a whole number, got {value!r}")
+        if value < (least := LEAST.get(name, 1)):
+            raise ConfigError(f"{label} must be at least {least}, got {value}")
 
 
 def parse_switch(text: str, name: str = "switch") -> bool:

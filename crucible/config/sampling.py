@@ -29,15 +29,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:  # True is an int, and no count
+                raise RequestError(f"{name} must be a whole number, got {value!r}", name)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, got {self.max_tokens}", "max_tokens")
-        if self.temperature is not None and not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if self.temperature is not None and not is_temperature(self.temperature):
             got = self.temperature
-            raise RequestError(f"temperature must be a finite number of at least 0, got {got}", "temperature")
+            raise RequestError(f"temperature must be a finite number of at least 0, got {got!r}", "temperature")
         if self.top_k is not None and self.top_k < 1:
             raise RequestError(f"top_k must be at least 1, got {self.top_k}", "top_k")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise RequestError(f"seed must lie in 0 … 2**64 - 1, got {self.seed}", "seed")
+        if type(self.ignore_eos) is not bool:
+            raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}", "ignore_eos")
         if self.greedy:
             for name in ("top_k", "seed"):
                 if getattr(self, name) is not None:
@@ -54,3 +60,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def effective_seed(self) -> int:
         return DEFAULT_SEED if self.seed is None else self.seed
+
+
+def is_temperature(value: object) -> bool:
+    """Whether ``value`` is a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value) and value >= 0
+    except OverflowError:  # a whole number beyond every double
+        return False

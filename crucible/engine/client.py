@@ -12,6 +12,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -89,7 +90,7 @@ class EngineClient:
         self._lock = threading.Lock()  # guards the fields below and writes to the socket
         self._socket: socket.socket | None = None
         self._streams: dict[str, Stream] = {}
-        self._replies: dict[int, queue.SimpleQueue[Metrics | None]] = {}
+        self._replies: dict[int, queue.SimpleQueue[MetricsReply | None]] = {}
         self._info: EngineInfo | None = None
         self._last_info: EngineInfo | None = None
         self._status = "connecting"
@@ -97,6 +98,7 @@ class EngineClient:
         self._prefix = os.urandom(6).hex()  # makes ids unique over all workers of an engine
         self._numbers = itertools.count(1)
         self._ready = threading.Event()
+        self._heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
         self._thread.start()
 
@@ -111,6 +113,11 @@ class EngineClient:
         """One line about an engine that is not ready: what it is loading, or that it is gone."""
         return self._status
 
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine last sent anything."""
+        return time.monotonic() - self._heard
+
     def wait_ready(self, timeout: float | None = None) -> bool:
         return self._ready.wait(timeout)
 
@@ -121,15 +128,21 @@ class EngineClient:
         return self._last_info
 
     def submit(
-        self, token_ids: Sequence[int], params: SamplingParams, waiting: Callable[[], None] | None = None
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        waiting: Callable[[], None] | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> Stream:
         """Queue a request and return its stream once the engine has taken it.
 
-        ``waiting`` is called a few times a second until then; an exception it raises withdraws the request.
-        Raises RequestError, QueueFullError, or EngineError when no engine is ready or it died.
+        ``waiting`` is called a few times a second until then; an exception it raises withdraws the request. It shares
+        cached KV with requests of the same ``cache_salt`` only. Raises RequestError, QueueFullError, or EngineError
+        when no engine is ready or it died.
         """
         stream = Stream(f"{self._prefix}{next(self._numbers)}", self._withdraw)
-        request = frame(Submit(stream.request_id, list(token_ids), params))
+        request = frame(Submit(stream.request_id, list(token_ids), params, cache_salt))
         with self._lock:
             if self._info is None:
                 raise EngineError(f"the engine is not ready: {self._status}")
@@ -164,7 +177,11 @@ class EngineClient:
 
     def metrics(self, timeout: float = 2.0) -> Metrics:
         """The engine's counters. Raises EngineError when there is none or it does not answer in time."""
-        reply: queue.SimpleQueue[Metrics | None] = queue.SimpleQueue()
+        return self.report(timeout).values
+
+    def report(self, timeout: float = 2.0) -> MetricsReply:
+        """The same with the histograms."""
+        reply: queue.SimpleQueue[MetricsReply | None] = queue.SimpleQueue()
         number = next(self._numbers)
         with self._lock:
             if self._info is None:
@@ -172,14 +189,14 @@ class EngineClient:
             self._replies[number] = reply
             self._write(frame(MetricsRequest(number)))
         try:
-            values = reply.get(timeout=timeout)
+            answer = reply.get(timeout=timeout)
         except queue.Empty:
             raise EngineError(f"the engine did not answer within {timeout:g} s") from None
         finally:
             self._replies.pop(number, None)
-        if values is None:
+        if answer is None:
             raise EngineError("the engine stopped")
-        return values
+        return answer
 
     def close(self) -> None:
         """Hang up and stop the reader; live requests fail."""
@@ -231,6 +248,7 @@ class EngineClient:
             pause = min(2 * pause, 1.0)
 
     def _deliver(self, message: object) -> None:
+        self._heard = time.monotonic()
         if isinstance(message, StepOutput):
             streams = self._streams
             for token in message.tokens:
@@ -246,7 +264,7 @@ class EngineClient:
                 stream.inbox.put(message)
         elif isinstance(message, MetricsReply):
             if (reply := self._replies.get(message.number)) is not None:
-                reply.put(message.values)
+                reply.put(message)
         elif isinstance(message, Ready):
             with self._lock:
                 self._info = self._last_info = message.info

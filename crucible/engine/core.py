@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from crucible.config import EngineConfig, ModelConfig, SamplingParams
 from crucible.config.engine import PAGE_TOKENS
 from crucible.config.limits import CPU_CONTEXT
+from crucible.config.processors import available_processors
 from crucible.engine.kv_cache import KVPages
 from crucible.engine.messages import EngineInfo, Finished, Metrics, StepOutput, TokenEvent
 from crucible.engine.metrics import EngineMetrics
@@ -268,7 +268,6 @@ def resolve_config(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         kv_pages = config.kv_memory // page_bytes
         if kv_pages < 1:
             raise ConfigError(f"kv_memory of {config.kv_memory} bytes holds no page of {page_bytes} bytes")
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return replace(
         config,
         device="cpu",
@@ -276,7 +275,7 @@ def resolve_config(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         kv_pages=kv_pages or config.max_batch * pages_for(context),
         kv_memory=None,
         prefill_budget=config.prefill_budget or CPU_PREFILL_BUDGET,
-        threads=config.threads or processors,
+        threads=config.threads or available_processors(),
     )
 
 

@@ -15,20 +15,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from crucible.config import EngineConfig, SamplingParams
+from crucible.config import EngineConfig
 from crucible.engine.connection import Connection
 from crucible.engine.control import Control, load_object
+from crucible.engine.interface import Core
 from crucible.engine.messages import (
     Accepted,
     Cancel,
-    EngineInfo,
     Failed,
     Finished,
-    Metrics,
     MetricsReply,
     MetricsRequest,
     Ready,
@@ -38,21 +37,10 @@ from crucible.engine.messages import (
     Submit,
     TokenEvent,
 )
+from crucible.engine.recorder import LiveRequest, Recorder
 from crucible.errors import CrucibleError, EngineError, QueueFullError, RequestError
 
 log = logging.getLogger(__name__)
-
-
-class Core(Protocol):
-    """What the process needs of an EngineCore. ``step`` is called by the step loop's thread, which ends at its first
-    error; the others by any thread, also during a step: they must not wait for one."""
-
-    def add_request(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> None: ...
-    def cancel(self, request_id: str) -> object: ...
-    def has_work(self) -> bool: ...
-    def step(self) -> StepOutput: ...
-    def metrics(self) -> Metrics: ...
-    def engine_info(self) -> EngineInfo: ...
 
 
 class EngineProcess:
@@ -63,7 +51,8 @@ class EngineProcess:
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._connections: set[Connection] = set()
-        self._owners: dict[str, Connection] = {}  # of every live request
+        self._live: dict[str, LiveRequest] = {}
+        self._recorder = Recorder()
         self._core: Core | None = None  # None until it is ready and once it has failed
         self._progress = "starting"
         self._rejected = 0
@@ -96,8 +85,9 @@ class EngineProcess:
                     while not core.has_work():
                         self._step_started = 0.0
                         self._changed.wait()
-                self._step_started = time.monotonic()
-                self._publish(core.step())
+                self._step_started = started = time.monotonic()
+                output = core.step()
+                self._publish(output, core, started)
         except Exception as error:
             message = str(error) if isinstance(error, CrucibleError) else f"the engine failed: {error!r}"
             if not isinstance(error, CrucibleError):
@@ -105,18 +95,26 @@ class EngineProcess:
             self._fail_all(message)
             raise EngineError(message) from error
 
-    def _publish(self, output: StepOutput) -> None:
+    def _publish(self, output: StepOutput, core: Core, started: float) -> None:
         """One frame a connection; what belongs to requests of clients that are gone is dropped."""
         shares: dict[Connection, tuple[list[TokenEvent], list[Finished]]] = {}
+        now = time.monotonic()
+        rows = len(output.tokens)
         with self._changed:
-            owners = self._owners
+            live, recorder = self._live, self._recorder
+            if recorder.queued:
+                recorder.admitted(int(core.metrics()["queued_requests"]), started)
             for token in output.tokens:
-                if (owner := owners.get(token.request_id)) is not None:
-                    shares.setdefault(owner, ([], []))[0].append(token)
+                if (request := live.get(token.request_id)) is not None:
+                    recorder.token(request, now)
+                    shares.setdefault(request.connection, ([], []))[0].append(token)
             for finished in output.finished:
-                if (owner := owners.pop(finished.request_id, None)) is not None:
-                    owner.requests.discard(finished.request_id)
-                    shares.setdefault(owner, ([], []))[1].append(finished)
+                rows += finished.finish_reason == "stop"  # its last token is not sent
+                if (request := live.pop(finished.request_id, None)) is not None:
+                    recorder.finished(request, finished, now)
+                    request.connection.requests.discard(finished.request_id)
+                    shares.setdefault(request.connection, ([], []))[1].append(finished)
+            recorder.step(rows)
         for connection, (tokens, finished_requests) in shares.items():
             connection.send(StepOutput(tokens, finished_requests))
 
@@ -125,9 +123,9 @@ class EngineProcess:
             self._core = None
             self._progress = message
             shares: dict[Connection, list[Finished]] = {}
-            for request_id, connection in self._owners.items():
-                shares.setdefault(connection, []).append(Finished(request_id, "error", 0, 0, message))
-            self._owners.clear()
+            for request_id, request in self._live.items():
+                shares.setdefault(request.connection, []).append(Finished(request_id, "error", 0, 0, message))
+            self._live.clear()
             connections = list(self._connections)
         for connection in connections:
             connection.send(StepOutput([], shares.get(connection, [])))
@@ -192,7 +190,7 @@ class EngineProcess:
                 elif isinstance(message, Cancel):
                     self._cancel(connection, message.request_id)
                 elif isinstance(message, MetricsRequest):
-                    connection.send(MetricsReply(message.number, self._counters()))
+                    connection.send(self._report(message.number))
 
     def _submit(self, connection: Connection, submit: Submit) -> None:
         answer: Accepted | Rejected
@@ -205,7 +203,8 @@ class EngineProcess:
             else:
                 answer = self._admit(core, submit)
             if isinstance(answer, Accepted):
-                self._owners[submit.request_id] = connection
+                self._live[submit.request_id] = request = LiveRequest(connection, time.monotonic())
+                self._recorder.submitted(submit.request_id, request)
                 connection.requests.add(submit.request_id)
                 self._changed.notify()
             else:
@@ -214,10 +213,10 @@ class EngineProcess:
 
     def _admit(self, core: Core, submit: Submit) -> Accepted | Rejected:
         request_id = submit.request_id
-        if request_id in self._owners:
+        if request_id in self._live:
             return Rejected(request_id, "invalid", f"request id {request_id!r} is in use")
         try:
-            core.add_request(request_id, submit.token_ids, submit.params)
+            core.add_request(request_id, submit.token_ids, submit.params, cache_salt=submit.cache_salt)
         except RequestError as error:
             return Rejected(request_id, "invalid", str(error), error.param)
         except QueueFullError as error:
@@ -228,8 +227,10 @@ class EngineProcess:
 
     def _cancel(self, connection: Connection, request_id: str) -> None:
         with self._changed:
-            if self._core is not None and self._owners.get(request_id) is connection:
+            request = self._live.get(request_id)
+            if self._core is not None and request is not None and request.connection is connection:
                 self._core.cancel(request_id)
+                self._recorder.withdrawn(request_id)
                 self._changed.notify()
 
     def _drop(self, connection: Connection) -> None:
@@ -240,12 +241,14 @@ class EngineProcess:
         for request_id in list(connection.requests):
             self._cancel(connection, request_id)
 
-    def _counters(self) -> Metrics:
-        core, started = self._core, self._step_started
+    def _report(self, number: int) -> MetricsReply:
+        with self._changed:
+            core, started = self._core, self._step_started
+            histograms = self._recorder.values()
         values = {} if core is None else core.metrics()
         values["rejected_requests"] = self._rejected
         values["step_age_s"] = round(time.monotonic() - started, 3) if started else 0.0
-        return values
+        return MetricsReply(number, values, histograms)
 
 
 def core_from_checkpoint(progress: Callable[[str], None], *, path: str, config: Mapping[str, Any]) -> Core:

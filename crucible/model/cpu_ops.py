@@ -51,14 +51,14 @@ class CpuCache:
 
 
 class CpuOps:
-    """Operations of one model on the CPU. Not thread-safe: one thread launches kernels.
+    """Operations of one model on the CPU. Not thread-safe: one thread at a time launches kernels.
 
-    ``context``: positions the RoPE tables cover.
+    ``context``: positions the RoPE tables cover. ``threads``: how many compute each kernel.
     """
 
     def __init__(self, config: ModelConfig, context: int, threads: int | None = None) -> None:
         self.config = config
-        self.threads = runtime.set_threads(threads)
+        self.set_threads(threads)
         self._scratch: dict[str, FloatArray] = {}
         self._rotate = isinstance(config.position, Rope)
         self._interleaved = isinstance(config.position, Rope) and config.position.pairing == "interleaved"
@@ -68,6 +68,11 @@ class CpuOps:
             self._cos = self._sin = np.zeros((1, 1), np.float32)
         alibi = isinstance(config.position, Alibi)
         self._slopes = alibi_slopes(config.num_heads) if alibi else np.zeros(config.num_heads, np.float32)
+
+    def set_threads(self, threads: int | None) -> int:
+        """Change ``threads`` (``None``: one a processor) and return the number. Raises ConfigError."""
+        self.threads = runtime.set_threads(threads)
+        return self.threads
 
     def _buffer(self, name: str, rows: int, columns: int) -> FloatArray:
         """Scratch [rows, columns] that grows and is reused."""
@@ -119,6 +124,9 @@ class CpuOps:
         )
 
     def embed(self, table: CpuMatrix, positions_table: FloatArray | None, batch: BatchView) -> FloatArray:
+        # Every pass begins here. Numba's count belongs to the launching thread: this one need not be the one that made
+        # these ops, and another model of the process may have set its own.
+        runtime.use_threads(self.threads)
         out = self._buffer("x", len(batch.token_ids), self.config.hidden_size)
         embedding.embed(table.w, table.scale, batch.token_ids, out)
         if positions_table is not None:

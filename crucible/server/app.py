@@ -17,6 +17,9 @@ from crucible.server.text import Text
 
 log = logging.getLogger(__name__)
 
+STALLED_S = 60.0
+"""Default bound of a step's age. A step is bounded by the prefill budget: seconds on the slowest machine."""
+
 
 class RefuseWhileDraining:
     """A server that is shutting down finishes what it has and takes nothing new on old connections."""
@@ -30,9 +33,14 @@ class RefuseWhileDraining:
 
 
 def create_app(
-    client: EngineClient, text: Text, model_id: str, draining: Callable[[], bool] = lambda: False
+    client: EngineClient,
+    text: Text,
+    model_id: str,
+    draining: Callable[[], bool] = lambda: False,
+    stalled_s: float = STALLED_S,
 ) -> falcon.App[Any, Any]:
-    """The application over one engine. ``draining`` tells whether new work is to be refused."""
+    """The application over one engine. ``draining`` tells whether new work is to be refused; ``stalled_s``: seconds
+    a step may take before the service counts as stuck."""
     app = falcon.App(middleware=[RefuseWhileDraining(draining)])
     app.add_error_handler(Exception, _on_bug)
     app.add_error_handler(falcon.HTTPError, _on_falcon)
@@ -40,7 +48,7 @@ def create_app(
     app.add_error_handler(ApiError, _on_api)
     app.add_error_handler(ClientGone, _on_gone)
     api = NativeApi(client, text, model_id)
-    app.add_route("/health", HealthResource(client, model_id, text.has_template, draining))
+    app.add_route("/health", HealthResource(client, model_id, text.has_template, draining, stalled_s))
     app.add_route("/metrics", MetricsResource(client))
     app.add_route("/v1/generate", GenerateResource(api))
     app.add_route("/v1/generate/stream", GenerateStreamResource(api))

@@ -62,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--http-workers", type=whole(1, 256), default=1, metavar="N", help="http processes (%(default)s)")
     add("--drain-timeout", type=whole(0, 86400), default=30, metavar="S",
         help="seconds live requests may take after SIGTERM or Ctrl-C (%(default)s)")
+    add("--stall-timeout", type=whole(1, 86400), default=60, metavar="S",
+        help="seconds a step may take before /health calls the engine stalled (%(default)s)")
     add("--max-batch", type=whole(1), metavar="N", help=f"requests running at once ({defaults.max_batch})")
     add("--max-queue", type=whole(0), metavar="N", help=f"requests waiting before 429 ({defaults.max_queue})")
     add("--device", choices=("auto", "cpu", "cuda"), help=f"({defaults.device})")
@@ -73,6 +75,13 @@ def build_parser() -> argparse.ArgumentParser:
     pages.add_argument("--kv-pages", type=whole(1), metavar="N", help="the same in pages of 16 tokens")
     add("--prefill-budget", type=whole(1), metavar="N", help="prompt tokens computed a step, over all requests")
     add("--prefill-chunk-tokens", type=whole(1), metavar="N", help="most prompt tokens of one request a step")
+    switch = argparse.BooleanOptionalAction
+    add("--batched-prefill", action=switch,
+        help=f"compute prompts of several requests in one step ({defaults.batched_prefill})")
+    add("--min-packed-prompts", type=whole(2), metavar="N",
+        help=f"do so only when a step reaches so many prompts ({defaults.min_packed_prompts})")
+    add("--prefix-cache", action=switch,
+        help=f"keep the keys and values of prompts for requests that begin alike ({defaults.prefix_cache})")
     add("--threads", type=whole(1, 1024), metavar="N", help="CPU threads of the engine")
     return parser
 
@@ -91,6 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kv_memory=args.kv_memory,
             prefill_budget=args.prefill_budget,
             prefill_chunk_tokens=args.prefill_chunk_tokens,
+            batched_prefill=args.batched_prefill,
+            min_packed_prompts=args.min_packed_prompts,
+            prefix_cache=args.prefix_cache,
             threads=args.threads,
         )
         from crucible.models import resolve
@@ -105,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             port=args.port,
             http_workers=args.http_workers,
             drain_s=float(args.drain_timeout),
+            stalled_s=float(args.stall_timeout),
         )
         return service.run(say=print_line, announce=lambda line: print(line, flush=True))
     except CrucibleError as error:

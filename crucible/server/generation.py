@@ -32,6 +32,7 @@ class Done(NamedTuple):
     tokens_generated: int
     text: str
     error: str | None
+    cached_tokens: int = 0
 
 
 Event: TypeAlias = Piece | Done
@@ -41,13 +42,13 @@ def check_prompt(token_ids: Sequence[int], info: EngineInfo, param: str) -> None
     """Raises RequestError unless these ids can be served with at least one token to follow."""
     if not token_ids:
         raise RequestError("the prompt is empty", param)
-    for token_id in token_ids:
-        if not 0 <= token_id < info.token_count:
-            raise RequestError(f"token id {token_id} lies outside 0 … {info.token_count - 1}", param)
-    if len(token_ids) >= room(info):
+    if len(token_ids) >= room(info):  # first: a body has room for millions of ids
         raise RequestError(
             f"the prompt has {len(token_ids)} tokens and leaves no room in the context of {room(info)}", param
         )
+    for token_id in token_ids:
+        if not 0 <= token_id < info.token_count:
+            raise RequestError(f"token id {token_id} lies outside 0 … {info.token_count - 1}", param)
 
 
 def choose_max_tokens(asked: int | None, prompt_tokens: int, info: EngineInfo, default: int | None) -> int:
@@ -87,6 +88,8 @@ class Generation:
         params: SamplingParams,
         decoder: Decoder,
         gone: Callable[[], bool],
+        *,
+        cache_salt: str | None = None,
     ) -> Generation:
         """Queue a request. Raises RequestError, QueueFullError, EngineError, or ClientGone."""
 
@@ -94,7 +97,7 @@ class Generation:
             if gone():
                 raise ClientGone
 
-        return cls(client.submit(token_ids, params, waiting), decoder, gone)
+        return cls(client.submit(token_ids, params, waiting, cache_salt=cache_salt), decoder, gone)
 
     def batches(self, silence_s: float) -> Iterator[list[Event]]:
         """Lists of the events that are ready, the last ending in Done; [] after each ``silence_s`` without any."""
@@ -119,7 +122,8 @@ class Generation:
             return Piece(event.token_id, self._decoder.push(event.token_id))
         # An engine that died could not count; the pieces are what its client has.
         generated = max(event.completion_tokens, self._pieces)
-        return Done(event.finish_reason, event.prompt_tokens, generated, self._decoder.flush(), event.error)
+        text = self._decoder.flush()
+        return Done(event.finish_reason, event.prompt_tokens, generated, text, event.error, event.cached_tokens)
 
     def close(self) -> None:
         """Withdraw the request unless it has ended."""

@@ -9,9 +9,11 @@ import msgspec
 
 from crucible.config import SamplingParams
 from crucible.engine.client import EngineClient
+from crucible.engine.messages import EngineInfo
 from crucible.errors import EngineError, RequestError
 from crucible.protocol import (
     DEFAULT_MAX_TOKENS,
+    MAX_SALT,
     GenerateRequest,
     GenerateResponse,
     Usage,
@@ -19,7 +21,7 @@ from crucible.protocol import (
 )
 from crucible.server import stream as sse
 from crucible.server.body import read_json
-from crucible.server.generation import Event, Generation, Piece, check_prompt, choose_max_tokens
+from crucible.server.generation import Done, Event, Generation, Piece, check_prompt, choose_max_tokens, room
 from crucible.server.text import Text
 
 
@@ -34,7 +36,8 @@ class NativeApi:
         body = decode_json(read_json(request), GenerateRequest)
         token_ids, params = self._plan(body)
         gone = request.env.get("waitress.client_disconnected", lambda: False)
-        return Generation.start(self._client, token_ids, params, self._text.decoder(), gone)
+        decoder, salt = self._text.decoder(), body.cache_salt
+        return Generation.start(self._client, token_ids, params, decoder, gone, cache_salt=salt)
 
     def _plan(self, body: GenerateRequest) -> tuple[list[int], SamplingParams]:
         if (body.prompt is None) == (body.messages is None):
@@ -47,13 +50,17 @@ class NativeApi:
             seed=body.seed,
             ignore_eos=bool(body.ignore_eos),
         )
+        if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_SALT:
+            raise RequestError(f"cache_salt must have 1 … {MAX_SALT} characters", "cache_salt")
         info = self._client.info()
         if body.messages is not None:
             if not body.messages:
                 raise RequestError("messages is empty", "messages")
+            self._check_length(sum(len(message.content) for message in body.messages), info, "messages")
             turns = [{"role": message.role, "content": message.content} for message in body.messages]
             token_ids, param, default = self._text.encode_chat(turns), "messages", None
         elif isinstance(body.prompt, str):
+            self._check_length(len(body.prompt), info, "prompt")
             token_ids, param, default = self._text.encode(body.prompt), "prompt", DEFAULT_MAX_TOKENS
         else:
             token_ids, param, default = body.prompt or [], "prompt", DEFAULT_MAX_TOKENS
@@ -62,6 +69,12 @@ class NativeApi:
         # Above the vocabulary means all of it; a number of any size must still fit a message.
         top_k = None if params.top_k is None else min(params.top_k, info.vocab_size)
         return token_ids, msgspec.structs.replace(params, max_tokens=limit, top_k=top_k)
+
+    def _check_length(self, characters: int, info: EngineInfo, param: str) -> None:
+        """Refuse text that cannot fit before a second a megabyte is spent on its tokens."""
+        most = room(info)
+        if characters > most * self._text.longest:
+            raise RequestError(f"text of {characters} characters does not fit the context of {most} tokens", param)
 
     def answer(self, request: falcon.Request) -> GenerateResponse:
         """The whole answer. Raises ClientGone when the client hangs up first, EngineError when the engine fails."""
@@ -83,7 +96,7 @@ class NativeApi:
             token_ids=[piece.token_id for piece in pieces],
             finish_reason="stop" if last.finish_reason == "stop" else "length",
             tokens_generated=last.tokens_generated,
-            usage=Usage(last.prompt_tokens, last.tokens_generated, last.prompt_tokens + last.tokens_generated),
+            usage=usage_of(last),
         )
 
 
@@ -103,15 +116,21 @@ class GenerateStreamResource:
         sse.respond(response, sse.EventStream(self._api.start(request), render))
 
 
+def usage_of(done: Done) -> Usage:
+    """What a finished request took."""
+    total = done.prompt_tokens + done.tokens_generated
+    return Usage(done.prompt_tokens, done.tokens_generated, total, done.cached_tokens)
+
+
 def render(event: Event) -> str:
     """One SSE event of the native stream."""
     if isinstance(event, Piece):
         return f'event: token\ndata: {{"token_id":{event.token_id},"text":{quote(event.text)}}}\n\n'
-    error = ""
     reason = event.finish_reason
-    if reason not in ("stop", "length"):
+    if reason in ("stop", "length"):
+        rest = f'"usage":{msgspec.json.encode(usage_of(event)).decode()}'
+    else:
         reason = "error"
-        message = quote(event.error or "cancelled")
-        error = f',"error":{{"message":{message},"type":"server_error","param":null}}'
+        rest = f'"error":{{"message":{quote(event.error or "cancelled")},"type":"server_error","param":null}}'
     done = f'"finish_reason":"{reason}","tokens_generated":{event.tokens_generated},"text":{quote(event.text)}'
-    return f"event: done\ndata: {{{done}{error}}}\n\n"
+    return f"event: done\ndata: {{{done},{rest}}}\n\n"

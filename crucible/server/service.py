@@ -36,6 +36,7 @@ class Service:
     port: int = 8080
     http_workers: int = 1
     drain_s: float = 30.0
+    stalled_s: float = 60.0
     core_factory: str = CHECKPOINT_CORE
     core_arguments: Mapping[str, Any] = field(default_factory=dict)
     text_factory: str = CHECKPOINT_TEXT
@@ -71,6 +72,7 @@ class Service:
             "model_path": self.model_path,
             "model_id": self.model_id,
             "streams": self.config.max_batch + self.config.max_queue,
+            "stalled_s": self.stalled_s,
             "text_factory": self.text_factory,
         }
 

@@ -20,6 +20,8 @@ class Text(Protocol):
     """What the routes need of a vocabulary and its chat template."""
 
     has_template: bool
+    longest: int
+    """Bytes of the longest token: text with more characters than that a token of the context never fits."""
 
     def encode(self, prompt: str) -> list[int]:
         """Ids of ``prompt``; raises RequestError(param="prompt") for text the vocabulary cannot represent."""
@@ -35,16 +37,27 @@ class CheckpointText:
 
     def __init__(self, path: str) -> None:
         from crucible.chat_template import ChatTemplate
+        from crucible.checkpoint import open_checkpoint
+        from crucible.model_text import check_vocabulary
         from crucible.tokenizer import Tokenizer
 
         directory = Path(path)
         self._tokenizer = Tokenizer.for_checkpoint(directory)
+        with open_checkpoint(directory) as checkpoint:
+            check_vocabulary(directory, checkpoint.config, self._tokenizer)
         self._template = ChatTemplate.for_checkpoint(directory, self._tokenizer)
         self.has_template = not self._template.is_plain
+        self.longest = max(map(self._length, range(self._tokenizer.token_count)))
+
+    def _length(self, token_id: int) -> int:
+        try:
+            return len(self._tokenizer.token_bytes(token_id))
+        except TokenizerError:  # a hole in the vocabulary
+            return 0
 
     def encode(self, prompt: str) -> list[int]:
         try:
-            return self._tokenizer.encode(prompt)
+            return self._tokenizer.encode_prompt(prompt)
         except TokenizerError as error:
             raise RequestError(str(error), "prompt") from None
 

@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import threading
-import time
 
 from crucible.engine.client import EngineClient
 from crucible.engine.control import Control, load_object
@@ -27,11 +26,13 @@ def run_worker(
     model_path: str,
     model_id: str,
     streams: int,
+    stalled_s: float,
     text_factory: str = TEXT_FACTORY,
 ) -> None:
     """Entry point of the child: serve ``listener`` until told to drain.
 
     engine_path: where the engine listens. streams: most requests the engine holds (max_batch + max_queue).
+    stalled_s: a step that takes longer makes the service unhealthy.
     text_factory: ``module:name``, called with the model's path.
     """
     logging.basicConfig(format="crucible-serve: %(levelname)s: %(message)s")
@@ -44,12 +45,13 @@ def run_worker(
         line.report(Failed(str(error)))
         sys.exit(1)
     client = EngineClient(engine_path)
-    server = HttpServer(create_app(client, text, model_id, draining.is_set), listener, streams)
+    server = HttpServer(create_app(client, text, model_id, draining.is_set, stalled_s), listener, streams)
 
     def drain() -> None:
         draining.set()
         server.stop_accepting()
-        threading.Thread(target=_leave_when_idle, args=(server,), name="drain", daemon=True).start()
+        leave = (lambda: os._exit(0),)
+        threading.Thread(target=server.leave_when_idle, args=leave, name="drain", daemon=True).start()
 
     def report_when_ready() -> None:
         client.wait_ready()
@@ -58,11 +60,3 @@ def run_worker(
     line.watch(drain)
     threading.Thread(target=report_when_ready, name="ready", daemon=True).start()
     server.run()
-
-
-def _leave_when_idle(server: HttpServer) -> None:
-    quiet = 0
-    while quiet < 3:  # a request that was just read may not be queued yet
-        time.sleep(0.05)
-        quiet = 0 if server.busy else quiet + 1
-    os._exit(0)

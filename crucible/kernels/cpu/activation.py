@@ -42,7 +42,7 @@ def silu_f32(x: float) -> float:
     return x / (F(1.0) + exp_f32(-x))
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def gelu(x: np.ndarray, tanh: bool) -> None:
     """GELU in place over float32 [rows, n]: the erf form, or the tanh approximation (arXiv:1606.08415)."""
     rows, n = x.shape

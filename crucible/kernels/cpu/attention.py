@@ -56,7 +56,7 @@ def _values(p: np.ndarray, v_page: np.ndarray, count: int, acc: np.ndarray) -> N
             acc[i] = fma(pj, v_page[j, i], acc[i])
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def attention(
     qkv: np.ndarray,
     positions: np.ndarray,

@@ -11,7 +11,7 @@ from crucible.kernels.cpu.linear import GROUP, LANES
 F = np.float32
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def embed(w: np.ndarray, scale: np.ndarray, token_ids: np.ndarray, out: np.ndarray) -> None:
     """out float32 [rows, d] = row token_ids[r] of the matrix packed as w [blocks, d, 64]."""
     rows, d = out.shape
@@ -25,7 +25,7 @@ def embed(w: np.ndarray, scale: np.ndarray, token_ids: np.ndarray, out: np.ndarr
             out[row, k] = F(block[k, lane]) * scale_to_float(scales[k // depth, lane])
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def add_positions(x: np.ndarray, table: np.ndarray, positions: np.ndarray) -> None:
     """x [rows, d] += table[positions[r]], table float32 [context, d]."""
     rows, d = x.shape

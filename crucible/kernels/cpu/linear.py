@@ -146,7 +146,7 @@ def _block(x: np.ndarray, w: np.ndarray, scale: np.ndarray, tile: np.ndarray, ac
         _tile(x, w, scale, tile, acc, y)
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def project(x: np.ndarray, w: np.ndarray, scale: np.ndarray, bias: np.ndarray, out: np.ndarray, add: bool) -> None:
     """out [rows, N] = x [rows, K] · Wᵀ, or out += the same (the fused residual) when ``add``."""
     rows, n = out.shape
@@ -165,7 +165,7 @@ def project(x: np.ndarray, w: np.ndarray, scale: np.ndarray, bias: np.ndarray, o
                     out[m, first + j] = out[m, first + j] + v if add else v
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def swiglu(x: np.ndarray, w: np.ndarray, scale: np.ndarray, bias: np.ndarray, out: np.ndarray) -> None:
     """out [rows, N] = silu(gate) * up (arXiv:2002.05202).
 
@@ -192,7 +192,7 @@ def swiglu(x: np.ndarray, w: np.ndarray, scale: np.ndarray, bias: np.ndarray, ou
                     out[m, first + j] = silu_f32(g) * u
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def pack_f32(rows: np.ndarray, w: np.ndarray, first_block: int, step: int) -> None:
     """Copies rows float32 [N, K] into every ``step``-th block of w [blocks, K, 64] from ``first_block`` on."""
     n, k_count = rows.shape
@@ -204,7 +204,7 @@ def pack_f32(rows: np.ndarray, w: np.ndarray, first_block: int, step: int) -> No
                 block[k, j] = source[k]
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def pack_i8(rows: np.ndarray, w: np.ndarray, scale: np.ndarray, first_block: int, step: int) -> None:
     """The same as int8, symmetric in each group: q = round-half-even(w / scale).
 

@@ -30,7 +30,7 @@ def _sum(x: np.ndarray, shift: float, square: bool) -> float:
     return total
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def rmsnorm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
     """out = x / sqrt(mean(x²) + eps) * weight (arXiv:1910.07467); x, out float32 [rows, d] (may be the same array)."""
     rows, d = x.shape
@@ -40,7 +40,7 @@ def rmsnorm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> N
             out[row, j] = x[row, j] * factor * weight[j]
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def layernorm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float, out: np.ndarray) -> None:
     """out = (x − mean) / sqrt(var + eps) * weight + bias (arXiv:1607.06450); biased variance, two passes."""
     rows, d = x.shape

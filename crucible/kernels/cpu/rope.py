@@ -20,7 +20,7 @@ def _rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: boo
         head[b_at] = b * cos[i] + a * sin[i]
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def rope_and_store(
     qkv: np.ndarray,
     cos: np.ndarray,

@@ -1,4 +1,4 @@
-"""Numba's set-up: threading layer, on-disk cache keyed by the kernel sources, number of threads.
+"""Numba's set-up: threading layer, on-disk cache keyed by the kernel sources, number of threads, news of compiling.
 
 Imported before any kernel module, because Numba reads the cache directory when a cached function is defined.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
+from collections.abc import Callable
 from pathlib import Path
 
 import llvmlite
 import numba
 from numba.core import config as numba_config
+from numba.core import event
 
 from crucible.config.paths import cache_directory
+from crucible.config.processors import available_processors
 from crucible.errors import ConfigError
 
 
@@ -48,18 +50,36 @@ def _configure() -> Path:
 CACHE = _configure()
 
 
-def is_warm() -> bool:
-    """Whether compiled kernels of these sources are on disk already."""
-    return any(CACHE.rglob("*.nbi"))
+class CompilationListener(event.Listener):  # type: ignore[misc]  # Numba is untyped
+    """Calls ``say`` once, when Numba begins to compile a kernel; one that is loaded from the cache is no news.
 
+    Asking Numba beats looking into the cache: which kernels a model needs depends on its weight type and architecture.
+    It listens from its making until ``close``.
+    """
 
-def available_threads() -> int:
-    """Processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    KIND = "numba:compile"
+
+    def __init__(self, say: Callable[[], None]) -> None:
+        self._say: Callable[[], None] | None = say
+        event.register(self.KIND, self)
+
+    def on_start(self, details: object) -> None:
+        say, self._say = self._say, None
+        if say is not None:
+            say()
+
+    def on_end(self, details: object) -> None:
+        pass
+
+    def close(self) -> None:
+        event.unregister(self.KIND, self)
 
 
 def set_threads(threads: int | None) -> int:
-    """Use ``threads`` kernel threads (``None``: one a processor) and return the number. Raises ConfigError."""
+    """Use ``threads`` kernel threads (``None``: one a processor) and return the number. Raises ConfigError.
+
+    It counts for kernels that the calling thread launches, until the next call: ``use_threads`` repeats it.
+    """
     try:
         importlib.import_module("numba.np.ufunc.omppool")  # loads libgomp
     except ImportError as error:
@@ -67,8 +87,13 @@ def set_threads(threads: int | None) -> int:
             f"Numba's OpenMP layer cannot be loaded ({error}); install libgomp (Debian: apt install libgomp1)"
         ) from None
     limit = int(numba_config.NUMBA_NUM_THREADS)
-    wanted = min(available_threads(), limit) if threads is None else threads
+    wanted = min(available_processors(), limit) if threads is None else threads
     if not 1 <= wanted <= limit:
         raise ConfigError(f"threads must lie in 1 … {limit} on this machine, got {wanted}")
     numba.set_num_threads(wanted)
     return wanted
+
+
+def use_threads(threads: int) -> None:
+    """``set_threads`` for a number that it returned; costs a microsecond."""
+    numba.set_num_threads(threads)
