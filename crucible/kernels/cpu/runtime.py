@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,10 @@ def _configure() -> Path:
     # omp starts a parallel kernel in microseconds where workqueue needs a hundred, and workqueue aborts the
     # process when two threads launch at once.
     numba_config.THREADING_LAYER = "omp"
+    # By default libgomp's idle threads spin for milliseconds: when other programs need the processors, every kernel
+    # then waits for a thread that is not running (docs/decisions/0006). It reads this when it is loaded.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     try:
         path.mkdir(parents=True, exist_ok=True)
         numba_config.CACHE_DIR = str(path)
