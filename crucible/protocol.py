@@ -64,13 +64,6 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
-class StreamToken(msgspec.Struct):
-    """SSE ``token``: ``text`` is empty while the bytes of a character are incomplete."""
-
-    token_id: int
-    text: str
-
-
 class ErrorDetail(msgspec.Struct):
     """``param`` names the request field at fault, if one is."""
 

@@ -154,10 +154,9 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The engine cannot start, or cannot go on; one line for a human. ``fatal``: starting again would not help."""
+    """The engine cannot start, or cannot go on; one line for a human."""
 
     message: str
-    fatal: bool = False
 
 
 class Serving(msgspec.Struct, frozen=True, array_like=True, tag="serving"):

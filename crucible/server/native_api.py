@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from json import dumps as quote  # ASCII only, as the event stream needs
+import json
 
 import falcon
 import msgspec
@@ -14,8 +14,10 @@ from crucible.errors import EngineError, RequestError
 from crucible.protocol import (
     DEFAULT_MAX_TOKENS,
     MAX_SALT,
+    ErrorDetail,
     GenerateRequest,
     GenerateResponse,
+    StreamDone,
     Usage,
     decode_json,
 )
@@ -122,15 +124,18 @@ def usage_of(done: Done) -> Usage:
     return Usage(done.prompt_tokens, done.tokens_generated, total, done.cached_tokens)
 
 
+ascii_json = json.JSONEncoder(separators=(",", ":")).encode
+"""JSON in ASCII: a raw U+2028 in an event's line would end it for some clients."""
+
+
 def render(event: Event) -> str:
     """One SSE event of the native stream."""
     if isinstance(event, Piece):
-        return f'event: token\ndata: {{"token_id":{event.token_id},"text":{quote(event.text)}}}\n\n'
-    reason = event.finish_reason
-    if reason in ("stop", "length"):
-        rest = f'"usage":{msgspec.json.encode(usage_of(event)).decode()}'
-    else:
-        reason = "error"
-        rest = f'"error":{{"message":{quote(event.error or "cancelled")},"type":"server_error","param":null}}'
-    done = f'"finish_reason":"{reason}","tokens_generated":{event.tokens_generated},"text":{quote(event.text)}'
-    return f"event: done\ndata: {{{done},{rest}}}\n\n"
+        return f'event: token\ndata: {{"token_id":{event.token_id},"text":{ascii_json(event.text)}}}\n\n'
+    done = StreamDone("error", event.tokens_generated, event.text)
+    match event.finish_reason:
+        case "stop" | "length" as reason:
+            done.finish_reason, done.usage = reason, usage_of(event)
+        case _:
+            done.error = ErrorDetail(event.error or "cancelled", "server_error")
+    return f"event: done\ndata: {ascii_json(msgspec.to_builtins(done))}\n\n"

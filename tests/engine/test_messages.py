@@ -42,7 +42,7 @@ from_engine = st.one_of(
         st.lists(st.builds(m.Finished, ids, st.sampled_from(["stop", "error"]), counts, counts, st.none() | st.text())),
     ),
     st.builds(m.MetricsReply, counts, st.dictionaries(st.text(), counts | st.floats(allow_nan=False), max_size=4)),
-    st.builds(m.Failed, st.text(), st.booleans()),
+    st.builds(m.Failed, st.text()),
 )
 
 

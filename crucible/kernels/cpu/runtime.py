@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from numba.core import config as numba_config
 from numba.core import event
 
 from crucible.config.paths import cache_directory
-from crucible.config.processors import available_processors
+from crucible.config.processors import available_processors, spin_briefly
 from crucible.errors import ConfigError
 
 
@@ -40,10 +39,7 @@ def _configure() -> Path:
     # omp starts a parallel kernel in microseconds where workqueue needs a hundred, and workqueue aborts the
     # process when two threads launch at once.
     numba_config.THREADING_LAYER = "omp"
-    # By default libgomp's idle threads spin for milliseconds: when other programs need the processors, every kernel
-    # then waits for a thread that is not running (docs/decisions/0006). It reads this when it is loaded.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    spin_briefly()
     try:
         path.mkdir(parents=True, exist_ok=True)
         numba_config.CACHE_DIR = str(path)
