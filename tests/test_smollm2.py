@@ -40,7 +40,7 @@ def tokenizer(path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model(path: Path) -> Model:
-    return Model(path, pages=256)
+    return Model(path, pages=256, context=1024)
 
 
 @pytest.fixture(scope="module")

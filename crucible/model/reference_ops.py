@@ -13,7 +13,7 @@ from crucible import reference
 from crucible.config import ModelConfig
 from crucible.config.engine import PAGE_TOKENS
 from crucible.config.model import Alibi, Rope
-from crucible.kernels.constants import QUANT_GROUP
+from crucible.kernels.constants import QUANT_GROUP, SCALE_TRIALS
 from crucible.model.ops import BatchView, FloatArray
 from crucible.model.positions import alibi_slopes, rope_frequencies
 
@@ -55,7 +55,10 @@ class ReferenceOps:
 
     def pack(self, parts: Sequence[FloatArray], biases: Sequence[FloatArray] | None, quant: str) -> ReferenceMatrix:
         weight = np.concatenate(parts).astype(np.float32)
-        exact = reference.quantize_groups(weight, QUANT_GROUP) if quant == "int8" else weight.astype(np.float64)
+        if quant == "int8":
+            exact: Float64Array = reference.quantize_groups(weight, QUANT_GROUP, SCALE_TRIALS)
+        else:
+            exact = weight.astype(np.float64)
         bias = np.zeros(len(weight)) if biases is None else np.concatenate(biases).astype(np.float64)
         return ReferenceMatrix(exact, bias, len(weight))
 

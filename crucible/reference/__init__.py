@@ -6,8 +6,21 @@ nothing else of Crucible, so that no mistake is shared with what it checks. Arra
 
 from crucible.reference.activation import gelu, silu, swiglu
 from crucible.reference.attention import attention
-from crucible.reference.linear import embed, linear, quantize_groups
+from crucible.reference.linear import embed, linear, next_nine_bits, nine_bits, quantize_groups
 from crucible.reference.norm import layernorm, rmsnorm
 from crucible.reference.rope import rope
 
-__all__ = ["attention", "embed", "gelu", "layernorm", "linear", "quantize_groups", "rmsnorm", "rope", "silu", "swiglu"]
+__all__ = [
+    "attention",
+    "embed",
+    "gelu",
+    "layernorm",
+    "linear",
+    "next_nine_bits",
+    "nine_bits",
+    "quantize_groups",
+    "rmsnorm",
+    "rope",
+    "silu",
+    "swiglu",
+]

@@ -54,23 +54,36 @@ def test_a_row_has_the_same_bits_whatever_the_number_of_rows(rows: int, quant: s
         assert np.array_equal(ops.swiglu(x[row : row + 1], gated)[0], gates[row])
 
 
-def test_int8_packing_rounds_halves_to_even_and_keeps_zero_rows() -> None:
+def test_int8_packing_finds_the_grid_that_a_group_lies_on() -> None:
+    """Each group of 32 inputs has its own scale; a scale up to a quarter above max / 127 is found if it fits better."""
     ops = cpu_ops(OPS[0].cases[0])
-    rows = np.zeros((66, 67), np.float32)
-    rows[0, :3] = [127.0, 0.5, 1.5]
-    rows[0, 64:] = [0.0, 63.5, -31.75]  # the third group of inputs has its own scale, 0.5
-    rows[0, 32] = 1.0  # scale 1/127, in 9 significant bits 0.0078735: 127.008 → 127
-    rows[65, :3] = [-254.0, 3.0, 5.0]  # scale 2: 1.5 → 2, 2.5 → 2
+    rng = np.random.default_rng(4)
+    steps = rng.integers(-118, 119, (66, 67))
+    steps[:, [0, 32, 64]] = 118
+    grid = np.repeat(np.array([0.25, 1.0, 0.00390625]), 32)[:67]
+    rows = (steps * grid).astype(np.float32)
+    rows[1] = 0.0
     matrix = ops.pack([rows], None, "int8")
     assert matrix.w.dtype == np.int8
-    assert matrix.w[0, :3, 0].tolist() == [127, 0, 2]
-    assert matrix.w[0, 64:, 0].tolist() == [0, 127, -64]
-    assert matrix.w[0, 32, 0] == 127
-    assert matrix.scale[0, :, 0].tolist() == [0x7F00, 0x7802, 0x7E00]
-    assert matrix.w[1, :3, 1].tolist() == [-127, 2, 2]
     assert matrix.scale.shape == (2, 3, 64)
-    assert matrix.scale[1, 0, 1] == 0x8000
+    assert np.array_equal(matrix.w[0, :, 0], steps[0])
+    assert np.array_equal(matrix.w[1, :, 1], steps[65])
+    assert matrix.scale[1, :, 1].tolist() == [0x7D00, 0x7F00, 0x7700]  # 2⁻², 1, 2⁻⁸
     assert not matrix.w[0, :, 1].any()
+    assert not matrix.scale[0, :, 1].any()
+
+
+def test_int8_packing_keeps_the_largest_weight_at_127_or_less() -> None:
+    ops = cpu_ops(OPS[0].cases[0])
+    rows = np.random.default_rng(5).standard_normal((640, 96)).astype(np.float32)
+    matrix = ops.pack([rows], None, "int8")
+    quotients = matrix.w.astype(np.int64)
+    assert quotients.max() == 127
+    assert quotients.min() >= -127
+    largest = np.abs(rows).reshape(640, 3, 32).argmax(axis=2)
+    signs = np.sign(np.take_along_axis(rows.reshape(640, 3, 32), largest[..., None], 2))[..., 0]
+    held = quotients.transpose(0, 2, 1).reshape(640, 3, 32)
+    assert (np.take_along_axis(held, largest[..., None], 2)[..., 0] * signs > 80).all()
 
 
 def test_attention_never_reads_past_the_row() -> None:

@@ -56,8 +56,12 @@ def test_attention_is_a_masked_softmax_over_grouped_heads() -> None:
             np.testing.assert_allclose(got[row, head], weights @ v[seen, head // 2], rtol=1e-12)
 
 
-def test_quantize_groups_rounds_to_steps_of_the_largest_value_over_127() -> None:
-    rows = np.array([[127.0, -0.4, 63.5, 1.27, 0.02], [0.0, 0.0, 0.0, 0.0, 0.0]], np.float32)
-    step = 0.010009765625  # 0.01 in 9 significant bits; the first group's is 1
-    got = reference.quantize_groups(rows, 3)
-    assert got.tolist() == [[127.0, -0.0, 64.0, 127 * step, 2 * step], [0.0, 0.0, 0.0, 0.0, 0.0]]
+def test_quantize_groups_takes_the_scale_of_least_error() -> None:
+    rows = np.array([[29.5, -0.25, 7.75, 1.27, 0.02], [0.0, 0.0, 0.0, 0.0, 0.0]], np.float32)
+    got = reference.quantize_groups(rows, 3, 48)
+    assert got[0, :3].tolist() == [29.5, -0.25, 7.75]  # 0.25 is 8 % above 29.5 / 127 and fits all three
+    assert (np.abs(got[0, 3:] - rows[0, 3:]) <= 1.27 / 127 / 2).all()
+    assert not got[1].any()
+    codes = [float(reference.nine_bits(x)) for x in (1.0, 1.003, 0.01, 127.25)]
+    assert codes == [1.0, 1.00390625, 0.010009765625, 127.25]
+    assert float(reference.next_nine_bits(1.99609375)) == 2.0

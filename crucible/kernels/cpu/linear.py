@@ -15,13 +15,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from crucible.kernels.constants import QUANT_GROUP
+from crucible.kernels.constants import QUANT_GROUP, SCALE_TRIALS
 from crucible.kernels.cpu.activation import silu_f32
 from crucible.kernels.cpu.intrinsics import fma, scale_from_float, scale_to_float
 
 F = np.float32
 LANES = 64
 GROUP = QUANT_GROUP  # inputs that share a scale, and a tile
+SMALLEST_SCALE = 256  # codes below are denormal
 TILE_ROWS = 8  # from this many rows on, converting a tile once pays
 ROW_CHUNK = 64  # rows taken through a block at a time: their sums (16 KiB) stay in the level 1 cache
 
@@ -204,25 +205,51 @@ def pack_f32(rows: np.ndarray, w: np.ndarray, first_block: int, step: int) -> No
                 block[k, j] = source[k]
 
 
+@njit(forceinline=True)
+def _best_scale(source: np.ndarray, code: int, trial: np.ndarray) -> int:
+    """Of the SCALE_TRIALS 16-bit scales from ``code`` upwards, the first with the least squared error of ``source``.
+
+    trial float32 [3, SCALE_TRIALS] is scratch: scales, their inverses, errors. The errors are summed in order.
+    """
+    for d in range(SCALE_TRIALS):
+        trial[0, d] = scale_to_float(code + d)
+        trial[1, d] = F(1.0) / trial[0, d]
+        trial[2, d] = F(0.0)
+    for k in range(source.shape[0]):
+        v = source[k]
+        for d in range(SCALE_TRIALS):
+            r = v - np.rint(v * trial[1, d]) * trial[0, d]
+            trial[2, d] += r * r
+    best = 0
+    for d in range(1, SCALE_TRIALS):
+        if trial[2, d] < trial[2, best]:
+            best = d
+    return code + best
+
+
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def pack_i8(rows: np.ndarray, w: np.ndarray, scale: np.ndarray, first_block: int, step: int) -> None:
-    """The same as int8, symmetric in each group: q = round-half-even(w / scale).
+    """The same as int8, symmetric in each group: q = round-half-even(w · (1 / scale)).
 
-    scale is max |w| / 127 rounded to 16 bits, by at most 1/512 of it: the largest quotient, 127.25, stays 127.
+    The scale is searched upwards from max |w| / 127 (``_best_scale``). That is rounded to 16 bits, by at most 1/512 of
+    it: the largest quotient, 127.25, stays 127. A group below 1e-36 becomes zero, with scale zero.
     """
     n, k_count = rows.shape
     for i in prange((n + LANES - 1) // LANES):
         at = first_block + i * step
         block = w[at]
+        trial = np.empty((3, SCALE_TRIALS), np.float32)
         for j in range(min(LANES, n - i * LANES)):
             for g in range(scale.shape[1]):
                 source = rows[i * LANES + j, g * GROUP : min((g + 1) * GROUP, k_count)]
                 top = F(0.0)
                 for k in range(len(source)):
                     top = max(top, abs(source[k]))
-                bits = scale_from_float(top / F(127.0))
-                scale[at, g, j] = bits
-                s = scale_to_float(bits)
-                if s > F(0.0):
+                scale[at, g, j] = 0
+                code = np.int64(scale_from_float(top / F(127.0)))
+                if code >= SMALLEST_SCALE:
+                    code = _best_scale(source, code, trial)
+                    scale[at, g, j] = code
+                    inverse = F(1.0) / scale_to_float(code)
                     for k in range(len(source)):
-                        block[g * GROUP + k, j] = np.int8(np.rint(source[k] / s))
+                        block[g * GROUP + k, j] = np.int8(np.rint(source[k] * inverse))
