@@ -16,6 +16,7 @@ from crucible.config.engine import EngineConfig
 from crucible.config.limits import CPU_CONTEXT
 from crucible.config.model import Learned, ModelConfig, Rope
 from crucible.kernels.constants import QUANT_GROUP
+from crucible.model.kv import kv_bytes_per_token
 
 _PARTS = {"embed_tokens": "embedding", "embed_positions": "embedding", "self_attn": "attention", "mlp": "mlp",
           "norm": "norms", "lm_head": "output head"}  # fmt: skip
@@ -88,7 +89,7 @@ def _report(checkpoint: Checkpoint) -> ModelReport:
         components=components,
         parameters=sum(part.parameters for part in components.values()),
         embedding_parameters=components["embedding"].parameters + components["output head"].parameters,
-        kv_bytes_per_token=2 * config.num_layers * config.kv_dim * 4,
+        kv_bytes_per_token=kv_bytes_per_token(config),
         serving_context=min(config.context_length, CPU_CONTEXT),
         serving_requests=EngineConfig().max_batch,
         available=available_memory(),

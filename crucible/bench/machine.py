@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from crucible.config.processors import available_processors
+
 GPU_FIELDS = ("name", "driver_version", "power.limit", "power.draw", "clocks.sm", "clocks.max.sm", "memory.total")
 GPU_LABELS = ("name", "driver", "power_limit_w", "power_draw_w", "sm_clock_mhz", "max_sm_clock_mhz", "memory_mib")
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -21,12 +23,11 @@ def describe_cpu() -> dict[str, str | int | float]:
     packages = [field[1] for field in fields if field[0] == "physical id"]
     cores = [field[1] for field in fields if field[0] == "core id"]
     threads = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads
     found: dict[str, str | int | float] = {
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": len(set(zip(packages, cores, strict=False))) or threads,
         "threads": threads,
-        "usable_threads": allowed,
+        "usable_threads": available_processors(),
     }
     for line in read("/proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):

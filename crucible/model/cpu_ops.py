@@ -60,6 +60,7 @@ class CpuOps:
         self.config = config
         self.set_threads(threads)
         self._scratch: dict[str, FloatArray] = {}
+        self._no_bias = np.zeros(config.hidden_size, np.float32)
         self._rotate = isinstance(config.position, Rope)
         self._interleaved = isinstance(config.position, Rope) and config.position.pairing == "interleaved"
         if isinstance(config.position, Rope):
@@ -142,7 +143,7 @@ class CpuOps:
             if bias is not None:
                 out += bias
         else:
-            norm.layernorm(x, weight, np.zeros_like(weight) if bias is None else bias, self.config.norm.eps, out)
+            norm.layernorm(x, weight, self._no_bias if bias is None else bias, self.config.norm.eps, out)
         return out
 
     def qkv(self, x: FloatArray, matrix: CpuMatrix, layer: int, batch: BatchView, cache: CpuCache) -> FloatArray:
@@ -164,7 +165,8 @@ class CpuOps:
 
     def _project(self, name: str, x: FloatArray, matrix: CpuMatrix) -> FloatArray:
         out = self._buffer(name, x.shape[0], matrix.out_features)
-        linear.project(x, matrix.w, matrix.scale, matrix.bias, out, False)
+        if len(x):  # a prompt chunk that is not the last wants no logits: no walk over the head for nothing
+            linear.project(x, matrix.w, matrix.scale, matrix.bias, out, False)
         return out
 
     def project_add(self, x: FloatArray, matrix: CpuMatrix, residual: FloatArray) -> None:
