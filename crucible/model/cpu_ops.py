@@ -59,7 +59,7 @@ class CpuOps:
     def __init__(self, config: ModelConfig, context: int, threads: int | None = None) -> None:
         self.config = config
         self.set_threads(threads)
-        self._scratch: dict[str, FloatArray] = {}
+        self._scratch: dict[str, tuple[FloatArray, FloatArray]] = {}
         self._no_bias = np.zeros(config.hidden_size, np.float32)
         self._rotate = isinstance(config.position, Rope)
         self._interleaved = isinstance(config.position, Rope) and config.position.pairing == "interleaved"
@@ -76,11 +76,15 @@ class CpuOps:
         return self.threads
 
     def _buffer(self, name: str, rows: int, columns: int) -> FloatArray:
-        """Scratch [rows, columns] that grows and is reused."""
-        held = self._scratch.get(name)
+        """Scratch [rows, columns] that grows and is reused; the last view is kept, since decode asks for it again."""
+        held, view = self._scratch.get(name, (None, None))
+        if view is not None and view.shape == (rows, columns):
+            return view
         if held is None or held.shape[0] < rows or held.shape[1] != columns:
-            held = self._scratch[name] = np.empty((rows, columns), np.float32)
-        return held[:rows]
+            held = np.empty((rows, columns), np.float32)
+        view = held[:rows]
+        self._scratch[name] = held, view
+        return view
 
     def pack(self, parts: Sequence[FloatArray], biases: Sequence[FloatArray] | None, quant: str) -> CpuMatrix:
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -174,7 +178,11 @@ class CpuOps:
 
     def swiglu(self, x: FloatArray, matrix: CpuMatrix) -> FloatArray:
         out = self._buffer("mlp", x.shape[0], matrix.out_features)
-        linear.swiglu(x, matrix.w, matrix.scale, matrix.bias, out)
+        if len(x) == 1:
+            blocks = self._buffer("gate and up", len(matrix.w), LANES)
+            linear.swiglu_row(x[0], matrix.w, matrix.scale, matrix.bias, blocks, out[0])
+        else:
+            linear.swiglu(x, matrix.w, matrix.scale, matrix.bias, out)
         return out
 
     def gelu(self, x: FloatArray, matrix: CpuMatrix) -> FloatArray:

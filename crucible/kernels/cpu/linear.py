@@ -194,6 +194,26 @@ def swiglu(x: np.ndarray, w: np.ndarray, scale: np.ndarray, bias: np.ndarray, ou
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def swiglu_row(x: np.ndarray, w: np.ndarray, scale: np.ndarray, bias: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+    """``swiglu`` of a single row: x [K], out [N]; y float32 [blocks, 64] is scratch.
+
+    The same arithmetic with every block a work item of its own: a loop over one matrix reads memory a third faster
+    than one that alternates between two.
+    """
+    n = out.shape[0]
+    for b in prange(w.shape[0]):
+        acc = np.empty(LANES, np.float32)
+        _row(x, w[b], scale[b], acc, y[b])
+    for pair in range(w.shape[0] // 2):
+        first = pair * LANES
+        at = 2 * first
+        for j in range(min(LANES, n - first)):
+            g = y[2 * pair, j] + bias[at + j]
+            u = y[2 * pair + 1, j] + bias[at + LANES + j]
+            out[first + j] = silu_f32(g) * u
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def pack_f32(rows: np.ndarray, w: np.ndarray, first_block: int, step: int) -> None:
     """Copies rows float32 [N, K] into every ``step``-th block of w [blocks, K, 64] from ``first_block`` on."""
     n, k_count = rows.shape
