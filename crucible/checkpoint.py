@@ -1,13 +1,14 @@
 """Checkpoints: a directory with ``config.json`` and safetensors, native (``crucible_format``) or Hugging Face Llama.
 
-Which tensors a model has follows from its ModelConfig alone; the files must hold exactly those. Knows nothing of
-tokenizers and of what computes with the weights.
+Which tensors a model has follows from its ModelConfig alone; the files must hold exactly those. A native file may hold
+a matrix NAME as int8, with its scales in NAME_scale (docs/decisions/0005). Knows nothing of tokenizers and of what
+computes with the weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from crucible.directory import new_directory
 from crucible.errors import CheckpointError
 from crucible.importers.hf import INDEX_NAME, WEIGHTS_NAME, parse_hf_config, weight_files
 from crucible.json_file import read_json, shown
-from crucible.safetensors_file import FLOAT_NAMES, SafetensorsFile, write_safetensors
+from crucible.quantized import SCALE_SUFFIX, QuantizedTensor, scale_shape
+from crucible.safetensors_file import FLOAT_NAMES, INTEGER_NAMES, SafetensorsFile, locate, write_safetensors
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 CONFIG_NAME = "config.json"
+INT8 = "int8"
+_POSITIONS = "model.embed_positions.weight"
 _INV_FREQ = ".rotary_emb.inv_freq"
 _CHUNK = 1 << 22  # elements looked at in one go
 
@@ -46,7 +50,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     shapes[EMBEDDING] = (config.vocab_size, hidden)
     if isinstance(config.position, Learned):
-        shapes["model.embed_positions.weight"] = (config.context_length, hidden)
+        shapes[_POSITIONS] = (config.context_length, hidden)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         norm(prefix + "input_layernorm")
@@ -61,6 +65,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
+
+
+def matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors that may be int8, with their shapes: embedding, projections, head. Learned positions may not."""
+    return {name: s for name, s in expected_tensors(config).items() if len(s) == 2 and name != _POSITIONS}
 
 
 class Checkpoint:
@@ -92,18 +101,27 @@ class Checkpoint:
         return list(self._shapes)
 
     def dtypes(self) -> dict[str, str]:
-        """What each tensor of names() is stored as: ``float32``, ``bfloat16`` or ``float16``."""
-        return {name: FLOAT_NAMES[self._holders[name].entries[name].dtype] for name in self._shapes}
+        """What each tensor of names() is stored as: ``float32``, ``bfloat16``, ``float16`` or ``int8``."""
+        names = FLOAT_NAMES | INTEGER_NAMES
+        return {name: names[self._holders[name].entries[name].dtype] for name in self._shapes}
 
     def read(self, name: str) -> NDArray[np.float32]:
         """Tensor ``name``, float32, C-contiguous: a read-only view of the map if stored so, else a converted copy.
 
-        Raises KeyError for a name that is not in names().
+        int8 becomes the weights it stands for, exactly. Raises KeyError for a name that is not in names().
         """
-        return self._holders[name].read(name)
+        quantized = self.read_quantized(name)
+        return self._holders[name].read(name) if quantized is None else quantized.dequantize()
+
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        """Tensor ``name`` as stored, read-only views of the map, where that is int8; else ``None``."""
+        if self._holders[name].entries[name].dtype != "I8":
+            return None
+        scales = name + SCALE_SUFFIX
+        return QuantizedTensor(self._holders[name].raw(name), self._holders[scales].aligned(scales))
 
     def raw(self, name: str) -> NDArray[Any]:
-        """Tensor ``name`` as stored, a view of the map; bfloat16 as uint16 bit patterns."""
+        """Tensor ``name`` as stored, a view of the map; bfloat16 as uint16 bit patterns, int8 without its scales."""
         return self._holders[name].raw(name)
 
     def file_of(self, name: str) -> Path:
@@ -113,6 +131,8 @@ class Checkpoint:
     def release(self, name: str) -> None:
         """Gives the pages of tensor ``name`` back to the system; a later read maps them again."""
         self._holders[name].release(name)
+        if name + SCALE_SUFFIX in self._holders:
+            self._holders[name + SCALE_SUFFIX].release(name + SCALE_SUFFIX)
 
     def close(self) -> None:
         """Unmaps the files. Arrays that were read stay valid."""
@@ -142,8 +162,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     files: list[SafetensorsFile] = []
     try:
         files.extend(map(SafetensorsFile, paths))
-        holders = _locate(files, shard_of, directory / INDEX_NAME)
-        _check_layout(expected_tensors(config), holders, directory)
+        holders = locate(files, shard_of, directory / INDEX_NAME)
+        _check_layout(config, native, holders, directory)
         _check_tied_head(holders, config)
     except BaseException:
         for file in files:
@@ -152,23 +172,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(directory, config, native, holders)
 
 
-def _locate(files: list[SafetensorsFile], shard_of: dict[str, Path] | None, index: Path) -> dict[str, SafetensorsFile]:
-    """Which file holds each tensor; the index and the shards must agree."""
-    holders: dict[str, SafetensorsFile] = {}
-    for file in files:
-        for name in file.entries:
-            if name in holders:
-                raise CheckpointError(f"{file.path}: tensor {shown(name)} is also in {holders[name].path.name}")
-            if shard_of is not None and shard_of.get(name) != file.path:
-                raise CheckpointError(f"{file.path}: tensor {shown(name)} is not listed for this shard in {index.name}")
-            holders[name] = file
-    for name, shard in (shard_of or {}).items():
-        if name not in holders:
-            raise CheckpointError(f"{shard}: tensor {shown(name)} is missing, though {index.name} lists it")
-    return holders
-
-
-def _check_layout(shapes: dict[str, tuple[int, ...]], holders: dict[str, SafetensorsFile], directory: Path) -> None:
+def _check_layout(config: ModelConfig, native: bool, holders: dict[str, SafetensorsFile], directory: Path) -> None:
+    shapes = expected_tensors(config)
+    scales = {name + SCALE_SUFFIX: name for name in matrices(config)} if native else {}
     missing = [name for name in shapes if name not in holders]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -180,8 +186,19 @@ def _check_layout(shapes: dict[str, tuple[int, ...]], holders: dict[str, Safeten
             if entry.shape != shapes[name]:
                 wanted = f"{CONFIG_NAME} asks for {list(shapes[name])}"
                 raise CheckpointError(f"{where} has shape {shown(list(entry.shape))}, {wanted}")
-            if entry.dtype not in FLOAT_NAMES:
+            if entry.dtype == "I8" and name + SCALE_SUFFIX in scales:
+                if name + SCALE_SUFFIX not in holders:
+                    raise CheckpointError(f"{where} has dtype I8, but {shown(name + SCALE_SUFFIX)} is missing")
+            elif entry.dtype not in FLOAT_NAMES:
                 raise CheckpointError(f"{where} has dtype {entry.dtype}; use {', '.join(FLOAT_NAMES)}")
+        elif name in scales:
+            scaled = scales[name]
+            if holders[scaled].entries[scaled].dtype != "I8":
+                raise CheckpointError(f"{where} is unexpected; {shown(scaled)} is not I8 and has no scales")
+            wanted = f"U16 {list(scale_shape(shapes[scaled]))}"
+            if f"{entry.dtype} {list(entry.shape)}" != wanted:
+                fault = f"is {entry.dtype} {shown(list(entry.shape))}"
+                raise CheckpointError(f"{where} {fault}; the scales of {shown(scaled)} are {wanted}")
         elif not name.endswith(_INV_FREQ) and name != HEAD:
             raise CheckpointError(f"{where} is unexpected; {CONFIG_NAME} describes a model without it")
 
@@ -192,7 +209,8 @@ def _check_tied_head(holders: dict[str, SafetensorsFile], config: ModelConfig) -
         return
     head, embedding = holders[HEAD], holders[EMBEDDING]
     where = f"{head.path}: tensor {HEAD!r}"
-    if head.entries[HEAD].shape != embedding.entries[EMBEDDING].shape or head.entries[HEAD].dtype not in FLOAT_NAMES:
+    dtypes = {head.entries[HEAD].dtype, embedding.entries[EMBEDDING].dtype}
+    if head.entries[HEAD].shape != embedding.entries[EMBEDDING].shape or not dtypes <= FLOAT_NAMES.keys():
         raise CheckpointError(f"{where} does not have the shape and a dtype of the embedding it is tied to")
     left, right = head.raw(HEAD), embedding.raw(EMBEDDING)
     if left.dtype != right.dtype:
@@ -206,8 +224,18 @@ def _check_tied_head(holders: dict[str, SafetensorsFile], config: ModelConfig) -
 
 
 def check_finite(checkpoint: Checkpoint) -> None:
-    """One pass over every weight. Raises CheckpointError naming the first tensor and index that is NaN or infinite."""
+    """One pass over every weight. Raises CheckpointError naming the first tensor and index that is NaN or infinite.
+
+    Nor may int8 be -128, or anything but 0 where the scale is 0.
+    """
     for name in checkpoint.names():
+        quantized = checkpoint.read_quantized(name)
+        if quantized is not None:
+            fault = quantized.fault()
+            if fault is not None:
+                raise CheckpointError(f"{checkpoint.file_of(name)}: tensor {name!r} {fault}")
+            checkpoint.release(name)
+            continue
         raw = checkpoint.raw(name)
         flat = raw.reshape(-1)
         for first in range(0, flat.size, _CHUNK):
@@ -224,7 +252,7 @@ def check_finite(checkpoint: Checkpoint) -> None:
 def save_checkpoint(
     path: str | Path,
     config: ModelConfig,
-    tensors: Iterable[tuple[str, NDArray[Any]]],
+    tensors: Iterable[tuple[str, NDArray[Any] | QuantizedTensor]],
     *,
     dtype: str | Mapping[str, str] = "float32",
     files: Mapping[str, bytes] | None = None,
@@ -232,9 +260,17 @@ def save_checkpoint(
     """Writes a native checkpoint directory, complete or not at all.
 
     tensors: every tensor of expected_tensors(config), in any order; a generator keeps memory at one tensor.
-    dtype: ``float32``, ``bfloat16`` or ``float16`` (rounded to nearest even), or one of these for each name. files:
-    further files of the directory such as ``tokenizer.vocab``. Raises CheckpointError, also for an existing ``path``.
+    dtype: ``float32``, ``bfloat16`` or ``float16`` (rounded to nearest even), or one of these for each name, or
+    ``int8`` for one of matrices(config), given as a QuantizedTensor. files: further files of the directory such as
+    ``tokenizer.vocab``. Raises CheckpointError, also for an existing ``path``.
     """
+    shapes, allowed = expected_tensors(config), matrices(config)
+    if not isinstance(dtype, str):
+        dtype = dict(dtype)
+        for name in [name for name, stored in dtype.items() if stored == INT8]:
+            if name not in allowed:
+                raise CheckpointError(f"{path}: tensor {shown(name)} cannot be int8; only matrices can")
+            shapes[name + SCALE_SUFFIX], dtype[name + SCALE_SUFFIX] = scale_shape(shapes[name]), "uint16"
     extra = dict(files or {})
     for name in extra:
         if Path(name).name != name or name in (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME):
@@ -242,12 +278,21 @@ def save_checkpoint(
     with new_directory(Path(path)) as directory:
         try:
             write_safetensors(
-                directory / WEIGHTS_NAME, expected_tensors(config), tensors, dtype=dtype, metadata={"format": "pt"}
+                directory / WEIGHTS_NAME, shapes, _stored(tensors), dtype=dtype, metadata={"format": "pt"}
             )
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         for name, content in {**extra, CONFIG_NAME: serialise_model_config(config)}.items():
             (directory / name).write_bytes(content)
+
+
+def _stored(tensors: Iterable[tuple[str, NDArray[Any] | QuantizedTensor]]) -> Iterator[tuple[str, NDArray[Any]]]:
+    for name, tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            yield name, tensor.values
+            yield name + SCALE_SUFFIX, tensor.scales
+        else:
+            yield name, tensor
 
 
 def parameter_count(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -24,11 +24,12 @@ from crucible.commands import (
     inspect,
     logits,
     pull,
+    quantize,
     tokenize,
 )
 from crucible.errors import CrucibleError
 
-COMMANDS = (generate, inspect, pull, importing, tokenize, detokenize, logits, evaluate, bench, check_suite)
+COMMANDS = (generate, inspect, pull, importing, quantize, tokenize, detokenize, logits, evaluate, bench, check_suite)
 
 ERROR = 2
 INTERRUPTED = 130

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from crucible.checkpoint import Checkpoint, check_finite, expected_tensors, open_checkpoint
+from crucible.checkpoint import Checkpoint, check_finite, expected_tensors, matrices, open_checkpoint
 from crucible.config.engine import EngineConfig
 from crucible.config.limits import CPU_CONTEXT
 from crucible.config.model import Learned, ModelConfig, Rope
@@ -99,10 +99,11 @@ def _report(checkpoint: Checkpoint) -> ModelReport:
 def components_of(config: ModelConfig) -> dict[str, Component]:
     """Parameters and bytes by part: embedding, attention, mlp, norms, output head (0 when tied)."""
     parts = dict.fromkeys(_PARTS.values(), Component(0, 0, 0))
+    quantizable = matrices(config)
     for name, shape in expected_tensors(config).items():
         part = next(label for key, label in _PARTS.items() if key in name)
         count = math.prod(shape)
-        packed = len(shape) == 2 and "embed_positions" not in name
+        packed = name in quantizable
         old = parts[part]
         parts[part] = Component(
             parameters=old.parameters + count,

@@ -30,10 +30,17 @@ ITEM_BYTES = {
 """Bytes an element of each dtype of the format."""
 
 FLOAT_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""The dtypes that a weight may be stored in, and what they are called elsewhere."""
+"""The dtypes that a float tensor may be stored in, and what they are called elsewhere."""
 
-_CODES = {name: code for code, name in FLOAT_NAMES.items()}
-_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+INTEGER_NAMES = {"I8": "int8", "U16": "uint16"}
+"""The dtypes of quantised weights; they are written and read as they are."""
+
+_FLOAT_CODES = {name: code for code, name in FLOAT_NAMES.items()}
+_CODES = _FLOAT_CODES | {name: code for code, name in INTEGER_NAMES.items()}
+_NUMPY: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "U16": np.dtype("<u2"),
+    "I8": np.dtype("i1"),
+}  # fmt: skip
 _MAX_HEADER = 100_000_000  # the reference reader's limit
 _CHUNK = 1 << 20  # elements converted at a time
 _ALIGN = 64  # data start of files written here: float32 views are then aligned for every vector width
@@ -91,12 +98,19 @@ class SafetensorsFile:
         return array.reshape(entry.shape)
 
     def read(self, name: str) -> NDArray[np.float32]:
-        """The tensor as C-contiguous float32: a view of the map where possible, a converted copy otherwise."""
+        """A float tensor as C-contiguous float32: a view of the map where possible, a converted copy otherwise."""
+        code = self.entries[name].dtype
+        if code not in FLOAT_NAMES:
+            raise CheckpointError(f"{self.path}: tensor {shown(name)} has dtype {code}; use {', '.join(FLOAT_NAMES)}")
+        return self.aligned(name) if code == "F32" else to_float32(self.raw(name))
+
+    def aligned(self, name: str) -> NDArray[Any]:
+        """The tensor as stored, a view where possible.
+
+        A header of odd length leaves the data unaligned, which numpy takes and compiled kernels may not.
+        """
         raw = self.raw(name)
-        if self.entries[name].dtype == "F32":
-            # A header of odd length leaves the data unaligned, which numpy takes and compiled kernels may not.
-            return raw if raw.flags.aligned else raw.copy()
-        return to_float32(raw)
+        return raw if raw.flags.aligned else raw.copy()
 
     def release(self, name: str) -> None:
         """Lets the kernel drop the pages of this tensor from the process; reading it again faults them back in."""
@@ -109,6 +123,25 @@ class SafetensorsFile:
         """Unmaps the file, or leaves that to the garbage collector while arrays still view it."""
         with suppress(BufferError):
             self._map.close()
+
+
+def locate(files: list[SafetensorsFile], shard_of: dict[str, Path] | None, index: Path) -> dict[str, SafetensorsFile]:
+    """Which of ``files`` holds each tensor.
+
+    shard_of: the file that ``index`` names for each tensor; it and the shards must agree. Raises CheckpointError.
+    """
+    holders: dict[str, SafetensorsFile] = {}
+    for file in files:
+        for name in file.entries:
+            if name in holders:
+                raise CheckpointError(f"{file.path}: tensor {shown(name)} is also in {holders[name].path.name}")
+            if shard_of is not None and shard_of.get(name) != file.path:
+                raise CheckpointError(f"{file.path}: tensor {shown(name)} is not listed for this shard in {index.name}")
+            holders[name] = file
+    for name, shard in (shard_of or {}).items():
+        if name not in holders:
+            raise CheckpointError(f"{shard}: tensor {shown(name)} is missing, though {index.name} lists it")
+    return holders
 
 
 def _open_without_blocking(path: str, flags: int) -> int:
@@ -189,17 +222,18 @@ def write_safetensors(
 ) -> None:
     """Writes ``path`` while ``tensors`` arrive, in any order; only a slice of one is ever converted at a time.
 
-    ``shapes`` names every tensor of the file. dtype: float32, bfloat16 or float16, or one of these for each name. The
-    file is flushed to the disk. Raises CheckpointError for a tensor that is missing, unknown, repeated or of another
-    shape.
+    ``shapes`` names every tensor of the file. dtype: float32, bfloat16 or float16; or one of these, int8 or uint16 for
+    each name, where integers must be given as such. The file is flushed to the disk. Raises CheckpointError for a
+    tensor that is missing, unknown, repeated, of another shape, or not of its integer type.
     """
     codes: dict[str, str] = {}
+    known = _FLOAT_CODES if isinstance(dtype, str) else _CODES
     for name in shapes:
         wanted = dtype if isinstance(dtype, str) else dtype.get(name)
-        if wanted not in _CODES:
+        if wanted not in known:
             which = "dtype" if isinstance(dtype, str) else f"dtype of {shown(name)}"
-            raise CheckpointError(f"{which} must be one of {', '.join(_CODES)}, got {wanted!r}")
-        codes[name] = _CODES[wanted]
+            raise CheckpointError(f"{which} must be one of {', '.join(known)}, got {wanted!r}")
+        codes[name] = known[wanted]
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     starts: dict[str, int] = {}
     position = 0
@@ -230,6 +264,11 @@ def write_safetensors(
 
 
 def _convert(name: str, values: NDArray[Any], code: str) -> NDArray[Any]:
+    if code in INTEGER_NAMES:
+        if values.dtype != _NUMPY[code]:
+            fault = f"has dtype {values.dtype}, but is to be stored as {INTEGER_NAMES[code]}"
+            raise CheckpointError(f"tensor {shown(name)} {fault}")
+        return values
     values = np.ascontiguousarray(values, dtype=np.float32)
     if code == "BF16":
         return to_bfloat16(values)

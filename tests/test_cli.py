@@ -71,7 +71,7 @@ def test_help_lists_the_commands_and_is_fast() -> None:
         started = time.perf_counter()
         text = spawn("--help").stdout.decode()
         times.append(time.perf_counter() - started)
-    for command in ("generate", "inspect", "pull", "import", "tokenize", "detokenize", "logits", "eval"):
+    for command in ("generate", "inspect", "pull", "import", "quantize", "tokenize", "detokenize", "logits", "eval"):
         assert command in text
     assert min(times) < 0.4
 
@@ -417,6 +417,19 @@ def test_logits_that_overflow_are_refused(tmp_path: Path) -> None:
     for cache in ((), ("--no-cache",)):
         done = crucible("generate", model, "--prompt", "Hello", "--max-tokens", "2", *cache, code=2)
         assert b"NaN or infinity" in done.stderr
+
+
+def test_quantize_writes_what_int8_computes_with(tiny_chat_checkpoint: Path, tmp_path: Path) -> None:
+    target = tmp_path / "int8"
+    done = crucible("quantize", tiny_chat_checkpoint, target)
+    assert done.stdout.decode() == f"{target}\n"
+    for command in (("logits", "--tokens", "72,105", "--quant", "int8"), ("generate", "--prompt", "Hello")):
+        before, after = (crucible(command[0], model, *command[1:]) for model in (tiny_chat_checkpoint, target))
+        assert before.stdout == after.stdout
+    assert "already int8" in error_of("quantize", target, tmp_path / "twice")
+    assert "already exists" in error_of("quantize", tiny_chat_checkpoint, target)
+    assert "neither a model directory nor" in error_of("quantize", tmp_path / "absent", tmp_path / "twice")
+    assert [path.name for path in tmp_path.iterdir()] == ["int8"]
 
 
 def test_a_perplexity_beyond_every_double() -> None:

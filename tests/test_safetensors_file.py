@@ -214,8 +214,26 @@ def test_a_dtype_for_each_tensor(tmp_path: Path) -> None:
     np.testing.assert_array_equal(theirs["b"], VALUES["b"].astype(np.float16))
     np.testing.assert_array_equal(theirs["a"], VALUES["a"])
     assert SafetensorsFile(path).raw("a").flags.aligned
-    with pytest.raises(CheckpointError, match="dtype of 'a' must be one of float32, bfloat16, float16, got None"):
+    words = "dtype of 'a' must be one of float32, bfloat16, float16, int8, uint16, got None"
+    with pytest.raises(CheckpointError, match=words):
         write_safetensors(path, shapes, VALUES.items(), dtype={"b": "float16"})
+
+
+def test_integers_are_stored_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    values = {"q": np.arange(-3, 0, dtype=np.int8), "s": np.array([1, 65535], np.uint16)}
+    shapes = {name: value.shape for name, value in values.items()}
+    write_safetensors(path, shapes, values.items(), dtype={"q": "int8", "s": "uint16"})
+    theirs, file = safetensors.numpy.load_file(path), SafetensorsFile(path)
+    for name, value in values.items():
+        for read in (theirs[name], file.raw(name), file.aligned(name)):
+            assert read.dtype == value.dtype
+            np.testing.assert_array_equal(read, value)
+        with pytest.raises(CheckpointError, match=f"'{name}' has dtype (I8|U16); use F32, BF16, F16"):
+            file.read(name)
+    for wrong in ("uint16", "int8"):
+        with pytest.raises(CheckpointError, match=f"has dtype u?int[0-9]+, but is to be stored as {wrong}"):
+            write_safetensors(path, shapes, values.items(), dtype=dict.fromkeys(shapes, wrong))
 
 
 def test_reads_what_the_reference_library_writes(tmp_path: Path) -> None:

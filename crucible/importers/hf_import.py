@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from crucible.checkpoint import Checkpoint, check_finite, open_checkpoint, save_checkpoint
 from crucible.errors import CheckpointError, TokenizerError
+from crucible.quantized import QuantizedTensor
 
 _CARRIED = ("tokenizer.vocab", "chat_template.jinja", "tokenizer_config.json")
 
@@ -23,21 +24,25 @@ def import_hf(source: str | Path, target: str | Path, *, progress: bool = False)
     directory = Path(source)
     with open_checkpoint(directory) as checkpoint:
         check_finite(checkpoint)
-        files = _side_files(directory)
+        files = side_files(directory)
         tensors = _tensors(checkpoint, progress)
         save_checkpoint(target, checkpoint.config, tensors, dtype=checkpoint.dtypes(), files=files)
     return Path(target)
 
 
-def _tensors(checkpoint: Checkpoint, progress: bool) -> Iterator[tuple[str, NDArray[np.float32]]]:
+def _tensors(checkpoint: Checkpoint, progress: bool) -> Iterator[tuple[str, NDArray[np.float32] | QuantizedTensor]]:
     from tqdm import tqdm
 
     for name in tqdm(checkpoint.names(), desc="converting", unit="tensor", disable=not progress):
-        yield name, checkpoint.read(name)
+        yield name, checkpoint.read_quantized(name) or checkpoint.read(name)
         checkpoint.release(name)
 
 
-def _side_files(directory: Path) -> dict[str, bytes]:
+def side_files(directory: Path) -> dict[str, bytes]:
+    """The text side of a model directory as a native one holds it: tokenizer.vocab and the chat template, if any.
+
+    Raises CheckpointError or TokenizerError naming the file.
+    """
     files: dict[str, bytes] = {}
     try:
         for name in _CARRIED:

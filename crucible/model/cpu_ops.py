@@ -21,8 +21,9 @@ from crucible.kernels.cpu import (
     runtime,  # first: it configures Numba
 )
 from crucible.kernels.cpu.attention import attention
-from crucible.model.ops import BatchView, FloatArray
+from crucible.model.ops import BatchView, FloatArray, Projection
 from crucible.model.positions import alibi_slopes, rope_tables
+from crucible.quantized import QuantizedTensor
 
 LANES = linear.LANES
 SCALE_ONE = 0x7F00  # 1.0 (kernels/cpu/intrinsics.py)
@@ -86,22 +87,23 @@ class CpuOps:
         self._scratch[name] = held, view
         return view
 
-    def pack(self, parts: Sequence[FloatArray], biases: Sequence[FloatArray] | None, quant: str) -> CpuMatrix:
-        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        matrix = self._empty(rows.shape[0], rows.shape[0], rows.shape[1], quant)
+    def pack(self, parts: Sequence[Projection], biases: Sequence[FloatArray] | None, quant: str) -> CpuMatrix:
+        rows = _joined(parts)
+        n, k = rows.shape
+        matrix = self._empty(n, n, k, quant)
         _fill(matrix, rows, quant, first_block=0, step=1)
         if biases is not None:
-            matrix.bias[: rows.shape[0]] = np.concatenate(biases)
+            matrix.bias[:n] = np.concatenate(biases)
         return matrix
 
     def pack_gated(
-        self, gate: FloatArray, up: FloatArray, biases: Sequence[FloatArray] | None, quant: str
+        self, gate: Projection, up: Projection, biases: Sequence[FloatArray] | None, quant: str
     ) -> CpuMatrix:
         n, k = gate.shape
         padded = -(-n // LANES) * LANES
         matrix = self._empty(n, 2 * padded, k, quant)
         for first, rows in enumerate((gate, up)):
-            _fill(matrix, rows, quant, first_block=first, step=2)
+            _fill(matrix, _joined([rows]), quant, first_block=first, step=2)
             if biases is not None:
                 lanes = matrix.bias.reshape(-1, LANES)[first::2]
                 lanes[:] = np.pad(biases[first], (0, padded - n)).reshape(-1, LANES)
@@ -199,8 +201,18 @@ class CpuOps:
         return self._project("logits", x, head)
 
 
-def _fill(matrix: CpuMatrix, rows: FloatArray, quant: str, first_block: int, step: int) -> None:
-    if quant == "int8":
+def _joined(parts: Sequence[Projection]) -> Projection:
+    quantized = [part for part in parts if isinstance(part, QuantizedTensor)]
+    if quantized:  # copied even if it is one: Numba compiles a second kernel for read-only arrays
+        return QuantizedTensor.concatenate(quantized)
+    floats = [part for part in parts if not isinstance(part, QuantizedTensor)]
+    return floats[0] if len(floats) == 1 else np.concatenate(floats)
+
+
+def _fill(matrix: CpuMatrix, rows: Projection, quant: str, first_block: int, step: int) -> None:
+    if isinstance(rows, QuantizedTensor):
+        linear.pack_quantized(rows.values, rows.scales, matrix.w, matrix.scale, first_block, step)
+    elif quant == "int8":
         linear.pack_i8(rows, matrix.w, matrix.scale, first_block, step)
     else:
         linear.pack_f32(rows, matrix.w, first_block, step)

@@ -11,11 +11,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from crucible.quantized import QuantizedTensor
+
 Array = Any
 """A device array: numpy on the CPU. Activations are float32 [rows, features]."""
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
+
+Projection = FloatArray | QuantizedTensor
+"""A projection's weights [N, K] to pack. Quantised ones are taken as they are, as ``int8`` only."""
 
 
 class Matrix(Protocol):
@@ -49,11 +54,11 @@ class BatchView(Protocol):
 class Ops(Protocol):
     """The operations of a decoder-only transformer over a ragged batch and a paged KV cache."""
 
-    def pack(self, parts: Sequence[FloatArray], biases: Sequence[FloatArray] | None, quant: str) -> Matrix:
-        """Packs projections [n_i, K] that read the same input into one matrix of Σ n_i outputs."""
+    def pack(self, parts: Sequence[Projection], biases: Sequence[FloatArray] | None, quant: str) -> Matrix:
+        """Packs projections [n_i, K] of one input, all float or all quantised, into one matrix of Σ n_i outputs."""
 
-    def pack_gated(self, gate: FloatArray, up: FloatArray, biases: Sequence[FloatArray] | None, quant: str) -> Matrix:
-        """Packs the two projections of a SwiGLU for ``swiglu``."""
+    def pack_gated(self, gate: Projection, up: Projection, biases: Sequence[FloatArray] | None, quant: str) -> Matrix:
+        """Packs the two projections of a SwiGLU, both float or both quantised, for ``swiglu``."""
 
     def vector(self, values: FloatArray) -> Array:
         """A device copy of a float32 array that is not packed (norm weights, learned positions)."""

@@ -14,8 +14,9 @@ from crucible.config import ModelConfig
 from crucible.config.engine import PAGE_TOKENS
 from crucible.config.model import Alibi, Rope
 from crucible.kernels.constants import QUANT_GROUP, SCALE_TRIALS
-from crucible.model.ops import BatchView, FloatArray
+from crucible.model.ops import BatchView, FloatArray, Projection
 from crucible.model.positions import alibi_slopes, rope_frequencies
+from crucible.quantized import QuantizedTensor
 
 Float64Array = NDArray[np.float64]
 
@@ -53,9 +54,11 @@ class ReferenceOps:
         alibi = isinstance(config.position, Alibi)
         self._slopes = (alibi_slopes(config.num_heads) if alibi else np.zeros(config.num_heads)).astype(np.float64)
 
-    def pack(self, parts: Sequence[FloatArray], biases: Sequence[FloatArray] | None, quant: str) -> ReferenceMatrix:
-        weight = np.concatenate(parts).astype(np.float32)
-        if quant == "int8":
+    def pack(self, parts: Sequence[Projection], biases: Sequence[FloatArray] | None, quant: str) -> ReferenceMatrix:
+        stored = any(isinstance(part, QuantizedTensor) for part in parts)
+        weight = np.concatenate([p.dequantize() if isinstance(p, QuantizedTensor) else p for p in parts])
+        weight = weight.astype(np.float32)
+        if quant == "int8" and not stored:
             exact: Float64Array = reference.quantize_groups(weight, QUANT_GROUP, SCALE_TRIALS)
         else:
             exact = weight.astype(np.float64)
@@ -63,7 +66,7 @@ class ReferenceOps:
         return ReferenceMatrix(exact, bias, len(weight))
 
     def pack_gated(
-        self, gate: FloatArray, up: FloatArray, biases: Sequence[FloatArray] | None, quant: str
+        self, gate: Projection, up: Projection, biases: Sequence[FloatArray] | None, quant: str
     ) -> ReferenceMatrix:
         return self.pack([gate, up], biases, quant)
 

@@ -10,7 +10,8 @@ import numpy as np
 from crucible.checkpoint import Checkpoint, check_finite
 from crucible.config import ModelConfig
 from crucible.config.model import Learned
-from crucible.model.ops import Array, FloatArray, Matrix, Ops
+from crucible.model.ops import Array, FloatArray, Matrix, Ops, Projection
+from crucible.quantized import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,12 @@ def load_weights(
 ) -> Weights:
     """Packs every tensor of ``checkpoint`` as ``quant`` (``f32`` or ``int8``); ``on_progress`` gets 0 … 1.
 
-    Raises CheckpointError for a tensor with NaN or infinite values.
+    What is stored as int8 is packed as it is, or as the float32 it stands for. Raises CheckpointError for a tensor that
+    check_finite refuses.
     """
     config = checkpoint.config
-    reader = _Reader(checkpoint, ops)
-    embedding = ops.pack([reader.read("model.embed_tokens.weight")], None, quant)
+    reader = _Reader(checkpoint, ops, quant)
+    embedding = ops.pack(reader.matrices("model.embed_tokens.weight"), None, quant)
     reader.done()
     layers = []
     for index in range(config.num_layers):
@@ -68,7 +70,7 @@ def load_weights(
             on_progress((index + 1) / config.num_layers)
     head = embedding
     if not config.tied_embeddings:
-        head = ops.pack([reader.read("lm_head.weight")], None, quant)
+        head = ops.pack(reader.matrices("lm_head.weight"), None, quant)
     positions = None
     if isinstance(config.position, Learned):
         positions = ops.vector(reader.read("model.embed_positions.weight"))
@@ -88,8 +90,8 @@ def load_weights(
 class _Reader:
     """Reads tensors by name and remembers them, to release their source pages once they are packed."""
 
-    def __init__(self, checkpoint: Checkpoint, ops: Ops) -> None:
-        self.checkpoint, self.ops = checkpoint, ops
+    def __init__(self, checkpoint: Checkpoint, ops: Ops, quant: str) -> None:
+        self.checkpoint, self.ops, self.quant = checkpoint, ops, quant
         self._names: list[str] = []
 
     def read(self, name: str) -> FloatArray:
@@ -100,6 +102,24 @@ class _Reader:
         if not np.isfinite(total):
             check_finite(self.checkpoint)
         return values
+
+    def matrices(self, *names: str) -> list[Projection]:
+        """The tensors ``names``, which are packed together: quantised if any is stored so and int8 is wanted."""
+        stored = {name: self.checkpoint.read_quantized(name) for name in names}
+        parts: list[Projection] = []
+        for name, part in stored.items():
+            if part is None:
+                parts.append(self.read(name))
+                continue
+            self._names.append(name)
+            if part.fault() is not None:
+                check_finite(self.checkpoint)
+            parts.append(part if self.quant == "int8" else part.dequantize())
+        if any(isinstance(part, QuantizedTensor) for part in parts):
+            from crucible.model.quantize import quantize  # brings Numba, which other Ops than the CPU's do without
+
+            return [part if isinstance(part, QuantizedTensor) else quantize(part) for part in parts]
+        return parts
 
     def norm(self, name: str) -> tuple[Array, Array | None]:
         bias = self.ops.vector(self.read(f"{name}.bias")) if self.checkpoint.config.norm.bias else None
@@ -114,8 +134,8 @@ class _Reader:
 def _load_layer(reader: _Reader, prefix: str, quant: str) -> LayerWeights:
     biases, ops = reader.checkpoint.config.biases, reader.ops
 
-    def matrices(*names: str) -> list[FloatArray]:
-        return [reader.read(f"{prefix}{name}.weight") for name in names]
+    def matrices(*names: str) -> list[Projection]:
+        return reader.matrices(*(f"{prefix}{name}.weight" for name in names))
 
     def bias_vectors(present: bool, *names: str) -> list[FloatArray] | None:
         return [reader.read(f"{prefix}{name}.bias") for name in names] if present else None

@@ -194,7 +194,9 @@ def swiglu(x: np.ndarray, w: np.ndarray, scale: np.ndarray, bias: np.ndarray, ou
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def swiglu_row(x: np.ndarray, w: np.ndarray, scale: np.ndarray, bias: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+def swiglu_row(
+    x: np.ndarray, w: np.ndarray, scale: np.ndarray, bias: np.ndarray, y: np.ndarray, out: np.ndarray
+) -> None:
     """``swiglu`` of a single row: x [K], out [N]; y float32 [blocks, 64] is scratch.
 
     The same arithmetic with every block a work item of its own: a loop over one matrix reads memory a third faster
@@ -273,3 +275,19 @@ def pack_i8(rows: np.ndarray, w: np.ndarray, scale: np.ndarray, first_block: int
                     inverse = F(1.0) / scale_to_float(code)
                     for k in range(len(source)):
                         block[g * GROUP + k, j] = np.int8(np.rint(source[k] * inverse))
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def pack_quantized(
+    values: np.ndarray, scales: np.ndarray, w: np.ndarray, scale: np.ndarray, first_block: int, step: int
+) -> None:
+    """What ``pack_i8`` made before, int8 values [N, K] and uint16 scales [N, groups], into the same places."""
+    n, k_count = values.shape
+    for i in prange((n + LANES - 1) // LANES):
+        at = first_block + i * step
+        for j in range(min(LANES, n - i * LANES)):
+            row = i * LANES + j
+            for k in range(k_count):
+                w[at, k, j] = values[row, k]
+            for g in range(scale.shape[1]):
+                scale[at, g, j] = scales[row, g]
