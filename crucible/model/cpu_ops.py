@@ -26,6 +26,7 @@ from crucible.model.positions import alibi_slopes, rope_tables
 from crucible.quantized import QuantizedTensor
 
 LANES = linear.LANES
+FEW_ROWS = 4  # up to here a cheap operation is done before another thread is awake
 SCALE_ONE = 0x7F00  # 1.0 (kernels/cpu/intrinsics.py)
 
 
@@ -96,6 +97,9 @@ class CpuOps:
             matrix.bias[:n] = np.concatenate(biases)
         return matrix
 
+    def pack_qkv(self, parts: Sequence[Projection], biases: Sequence[FloatArray] | None, quant: str) -> CpuMatrix:
+        return self.pack(parts, biases, quant)
+
     def pack_gated(
         self, gate: Projection, up: Projection, biases: Sequence[FloatArray] | None, quant: str
     ) -> CpuMatrix:
@@ -145,7 +149,10 @@ class CpuOps:
     ) -> FloatArray:
         out = self._buffer("norm", *x.shape) if out is None else out
         if self.config.norm.type == "rmsnorm":
-            norm.rmsnorm(x, weight, self.config.norm.eps, out)
+            if len(x) == 1:
+                norm.rmsnorm_row(x[0], weight, self.config.norm.eps, out[0])
+            else:
+                norm.rmsnorm(x, weight, self.config.norm.eps, out)
             if bias is not None:
                 out += bias
         else:
@@ -154,7 +161,8 @@ class CpuOps:
 
     def qkv(self, x: FloatArray, matrix: CpuMatrix, layer: int, batch: BatchView, cache: CpuCache) -> FloatArray:
         out = self._project("qkv", x, matrix)
-        rope.rope_and_store(
+        store = rope.rope_and_store_rows if len(out) <= FEW_ROWS else rope.rope_and_store
+        store(
             out, self._cos, self._sin, self._rotate, self._interleaved, batch.positions, batch.row_sequence,
             batch.page_tables, self.config.num_heads, layer, cache.k, cache.v,
         )  # fmt: skip

@@ -30,14 +30,25 @@ def _sum(x: np.ndarray, shift: float, square: bool) -> float:
     return total
 
 
+@njit(forceinline=True)
+def _rms(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
+    d = x.shape[0]
+    factor = F(1.0 / math.sqrt(_sum(x, 0.0, True) / d + eps))
+    for j in range(d):
+        out[j] = x[j] * factor * weight[j]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def rmsnorm_row(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
+    """``rmsnorm`` of a single row [d]: waking other threads for it would take longer than the row."""
+    _rms(x, weight, eps, out)
+
+
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def rmsnorm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray) -> None:
     """out = x / sqrt(mean(x²) + eps) * weight (arXiv:1910.07467); x, out float32 [rows, d] (may be the same array)."""
-    rows, d = x.shape
-    for row in prange(rows):
-        factor = F(1.0 / math.sqrt(_sum(x[row], 0.0, True) / d + eps))
-        for j in range(d):
-            out[row, j] = x[row, j] * factor * weight[j]
+    for row in prange(x.shape[0]):
+        _rms(x[row], weight, eps, out[row])
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")

@@ -20,6 +20,35 @@ def _rotate(head: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: boo
         head[b_at] = b * cos[i] + a * sin[i]
 
 
+@njit(forceinline=True)
+def _rotate_and_store_row(
+    row: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    rotate: bool,
+    interleaved: bool,
+    position: int,
+    page: int,
+    num_heads: int,
+    layer: int,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+) -> None:
+    kv_heads, head_dim = v_cache.shape[2], v_cache.shape[4]
+    slot = position % PAGE
+    for h in range(num_heads + kv_heads):
+        if rotate:
+            _rotate(row[h * head_dim : (h + 1) * head_dim], cos[position], sin[position], interleaved)
+    for h in range(kv_heads):
+        k_at = (num_heads + h) * head_dim
+        v_at = (num_heads + kv_heads + h) * head_dim
+        k_page = k_cache[page, layer, h]
+        v_slot = v_cache[page, layer, h, slot]
+        for i in range(head_dim):
+            k_page[i, slot] = row[k_at + i]
+            v_slot[i] = row[v_at + i]
+
+
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def rope_and_store(
     qkv: np.ndarray,
@@ -41,20 +70,33 @@ def rope_and_store(
     k_cache float32 [pages, layers, kv_heads, head_dim, 16] (transposed: scores vectorise over the 16 positions);
     v_cache float32 [pages, layers, kv_heads, 16, head_dim].
     """
-    rows = qkv.shape[0]
-    kv_heads, head_dim = v_cache.shape[2], v_cache.shape[4]
-    for row in prange(rows):
+    for row in prange(qkv.shape[0]):
         position = positions[row]
         page = page_tables[row_sequence[row], position // PAGE]
-        slot = position % PAGE
-        for h in range(num_heads + kv_heads):
-            if rotate:
-                _rotate(qkv[row, h * head_dim : (h + 1) * head_dim], cos[position], sin[position], interleaved)
-        for h in range(kv_heads):
-            k_at = (num_heads + h) * head_dim
-            v_at = (num_heads + kv_heads + h) * head_dim
-            k_page = k_cache[page, layer, h]
-            v_slot = v_cache[page, layer, h, slot]
-            for i in range(head_dim):
-                k_page[i, slot] = qkv[row, k_at + i]
-                v_slot[i] = qkv[row, v_at + i]
+        _rotate_and_store_row(
+            qkv[row], cos, sin, rotate, interleaved, position, page, num_heads, layer, k_cache, v_cache
+        )
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def rope_and_store_rows(
+    qkv: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    rotate: bool,
+    interleaved: bool,
+    positions: np.ndarray,
+    row_sequence: np.ndarray,
+    page_tables: np.ndarray,
+    num_heads: int,
+    layer: int,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+) -> None:
+    """``rope_and_store`` for few rows, on the calling thread: waking others would take longer."""
+    for row in range(qkv.shape[0]):
+        position = positions[row]
+        page = page_tables[row_sequence[row], position // PAGE]
+        _rotate_and_store_row(
+            qkv[row], cos, sin, rotate, interleaved, position, page, num_heads, layer, k_cache, v_cache
+        )
