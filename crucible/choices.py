@@ -3,5 +3,14 @@
 from __future__ import annotations
 
 DEVICES = ("auto", "cpu", "cuda")
-QUANTS = ("f32", "int8")
-"""Weight types."""
+QUANTS = ("f32", "f16", "int8")
+"""Weight types; f16 on a GPU only."""
+GEMMS = ("auto", "scalar", "small", "big")
+"""Kernels of projections on a GPU."""
+DECODE_GEMMS = ("same", *GEMMS)
+"""Those of decode steps."""
+ATTENTIONS = ("split", "single")
+"""Decode attention on a GPU."""
+PREFILL_ATTENTIONS = ("exact", "reference")
+PREFILLS = ("auto", "serial")
+"""How a prompt is computed."""

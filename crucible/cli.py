@@ -18,18 +18,24 @@ from crucible.commands import (
     bench,
     check_suite,
     detokenize,
+    doctor,
     evaluate,
     generate,
     importing,
     inspect,
     logits,
+    profile,
     pull,
     quantize,
     tokenize,
+    validate,
 )
 from crucible.errors import CrucibleError
 
-COMMANDS = (generate, inspect, pull, importing, quantize, tokenize, detokenize, logits, evaluate, bench, check_suite)
+COMMANDS = (
+    generate, inspect, pull, importing, quantize, tokenize, detokenize, logits, evaluate, bench, profile, check_suite,
+    validate, doctor,
+)  # fmt: skip
 
 ERROR = 2
 INTERRUPTED = 130

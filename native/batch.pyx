@@ -189,10 +189,11 @@ cdef class BatchFiller:
         self._buffers = (token_ids, positions, row_sequence, sequence_starts, context_lengths, page_tables,
                          logit_rows, choices, draw_positions, temperatures, top_ks, seeds)
 
-    def fill(self, list decode not None, list prefill not None, list counts not None):
+    def fill(self, list decode not None, list prefill not None, list counts not None, bint ahead=False):
         """Metadata of one step: a row for each request of ``decode``, then ``counts[i]`` rows for ``prefill[i]``.
 
-        Sets ``rows``, ``sequences`` and ``logits``. Raises RuntimeError for a plan that does not fit the buffers,
+        ahead: of the step after one that is not recorded yet, so that each row is one further and its token unknown
+        (what token_ids then holds means nothing). Sets ``rows``, ``sequences`` and ``logits``. Raises RuntimeError for a plan that does not fit the buffers,
         or rows beyond a request's known tokens or pages.
         """
         self.rows = self.sequences = self.logits = 0
@@ -201,12 +202,13 @@ cdef class BatchFiller:
         if len(prefill) != len(counts):
             raise RuntimeError(f"{len(prefill)} requests prefill but {len(counts)} counts are given")
         for i in range(len(decode)):
-            self._add(<RequestRow?> decode[i], 1)
+            self._add(<RequestRow?> decode[i], 1, ahead)
         for i in range(len(prefill)):
-            self._add(<RequestRow?> prefill[i], counts[i])
+            self._add(<RequestRow?> prefill[i], counts[i], 0)
 
-    cdef int _add(self, RequestRow request, int count) except -1:
-        cdef int start = request.computed
+    cdef int _add(self, RequestRow request, int count, int ahead) except -1:
+        cdef int start = request.computed + ahead
+        cdef int known = request.length + ahead if request.length < request.limit else request.length
         cdef int end = start + count
         cdef int pages = pages_for(end)
         cdef int s = self.sequences, row = self.rows
@@ -214,8 +216,8 @@ cdef class BatchFiller:
         if s == self._max_sequences or row + count > self._max_rows or pages > self._max_pages:
             raise RuntimeError(f"the plan does not fit a batch of {self._max_rows} rows, {self._max_sequences} "
                                f"requests and {self._max_pages} pages")
-        if count < 1 or end > request.length or pages > request.page_count:
-            raise RuntimeError(f"request {request.request_id} has no rows {start}…{end} to compute: {request.length} "
+        if count < 1 or end > known or pages > request.page_count:
+            raise RuntimeError(f"request {request.request_id} has no rows {start}…{end} to compute: {known} "
                                f"tokens are known and {request.page_count} pages held")
         memcpy(self._token_ids + row, request._tokens + start, count * sizeof(int32_t))
         for i in range(count):
@@ -229,7 +231,7 @@ cdef class BatchFiller:
         if written[0] > pages:
             memset(table + pages, 0, (written[0] - pages) * sizeof(int32_t))
         written[0] = pages
-        if end == request.length:
+        if end == known:
             i = self.logits
             self._logit_rows[i] = row + count - 1
             self._choices[i] = request.choice

@@ -14,8 +14,16 @@ from pathlib import Path
 COMPILED = ("batch", "bpe", "pages", "sampling")
 DATA = {
     "crucible": ["py.typed"],
-    "crucible.cuda": ["order_key.h"],
-    "crucible.data": ["LICENSE.gpt2", "gpt2.vocab"],
+    "crucible.cuda": ["order_key.h", "common.cuh", "linear_small.cu"],
+    "crucible.data": [
+        "LICENSE.gpt2",
+        "gpt2.vocab",
+        "LICENSE.quickstart",
+        "quickstart.txt.xz",
+        "model/config.json",
+        "model/model.safetensors",
+        "model/tokenizer.vocab",
+    ],
     "crucible.native": [f"{name}.pyi" for name in COMPILED],
 }
 
@@ -27,7 +35,7 @@ def main() -> int:
     if Path.cwd() in location.parents and "site-packages" not in location.parts:
         sys.exit(f"crucible comes from the source tree ({location}), not from an installation")
     missing = [f"crucible.native.{name}" for name in COMPILED if not importable(f"crucible.native.{name}")]
-    missing += [name for name in ("crucible.llm", "crucible.server.cli", "crucible_train") if not importable(name)]
+    missing += [name for name in ("crucible.llm", "crucible.server.cli", "crucible_train.cli") if not importable(name)]
     missing += [
         f"{package}/{name}"
         for package, names in DATA.items()

@@ -45,6 +45,8 @@ class FakeCore:
     last ``stick_s``, ``!refuse`` is refused.
     """
 
+    asynchronous = False
+
     def __init__(self, *, step_s: float = 0.0, max_batch: int = 2, max_queue: int = 2, context: int = 4096,
                  prefill_steps: int = 0, hold: str = "", stick_s: float = 0.0) -> None:
         self.step_s, self.prefill_steps, self.hold, self.stick_s = step_s, prefill_steps, hold, stick_s
@@ -89,6 +91,9 @@ class FakeCore:
     @property
     def resident(self) -> list[str]:
         return list(self.requests)[: self.info.max_batch]
+
+    def launch(self) -> None:
+        """What ``asynchronous`` promises; there is nothing to start."""
 
     def step(self) -> StepOutput:
         if self.failed:

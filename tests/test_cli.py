@@ -563,7 +563,15 @@ def test_the_parsers_words_are_the_engines() -> None:
     from crucible import choices
     from crucible.config import engine
 
-    assert engine.CHOICES == {"device": choices.DEVICES, "quant": choices.QUANTS}
+    assert engine.CHOICES == {
+        "device": choices.DEVICES,
+        "quant": choices.QUANTS,
+        "gemm": choices.GEMMS,
+        "decode_gemm": choices.DECODE_GEMMS,
+        "attn": choices.ATTENTIONS,
+        "prefill_attn": choices.PREFILL_ATTENTIONS,
+        "prefill": choices.PREFILLS,
+    }
 
 
 def test_compiled_kernels_are_kept_in_the_cache(tmp_path: Path) -> None:

@@ -87,3 +87,48 @@ def test_a_variable_wins_over_the_callers_default() -> None:
     assert EngineConfig.from_environment({}, defaults={"quant": "f32"}).quant == "f32"
     assert EngineConfig.from_environment({"CRUCIBLE_QUANT": "int8"}, defaults={"quant": "f32"}).quant == "int8"
     assert EngineConfig.from_environment({"CRUCIBLE_QUANT": "f32"}, quant="int8").quant == "int8"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("ATTN", "single", "attn", "single"),
+        ("PREFILL_ATTN", "reference", "prefill_attn", "reference"),
+        ("GEMM", "big", "gemm", "big"),
+        ("DECODE_GEMM", "small", "decode_gemm", "small"),
+        ("BATCH_GRAPH", "0", "batch_graph", False),
+        ("PREFILL_GRAPH", "0", "prefill_graph", False),
+        ("BATCHED_PREFILL", "0", "batched_prefill", False),
+        ("CHUNKED_PREFILL", "0", "chunked_prefill", False),
+        ("PREFILL", "serial", "prefill", "serial"),
+        ("DEVICE_ARGMAX", "0", "device_argmax", False),
+        ("DEVICE_TOPK", "0", "device_topk", False),
+        ("ASYNC_STEPS", "1", "async_steps", True),
+        ("QUANT", "f16", "quant", "f16"),
+    ],
+)
+def test_a_switch_of_the_gpu_has_a_variable(variable: str, text: str, field: str, value: Any) -> None:
+    assert getattr(EngineConfig.from_environment({f"CRUCIBLE_{variable}": text}), field) == value
+    assert getattr(EngineConfig(), field) != value
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gemm": "scalar", "decode_gemm": "auto"}, "gemm scalar with decode_gemm auto"),
+        ({"gemm": "big", "decode_gemm": "scalar"}, "gemm big with decode_gemm scalar"),
+        ({"prefill": "serial", "prefill_budget": 4}, "prefill serial decides prefill_budget"),
+        ({"chunked_prefill": False, "prefill_chunk_tokens": 4}, "chunked_prefill off decides prefill_budget"),
+        ({"chunked_prefill": False, "prefill": "serial"}, "prefill serial spreads a prompt"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refusal:
+        EngineConfig(**values)
+    assert "\n" not in str(refusal.value)
+
+
+def test_scalar_for_all_or_none() -> None:
+    for decode_gemm in ("same", "scalar"):
+        assert EngineConfig(gemm="scalar", decode_gemm=decode_gemm).gemm == "scalar"
+    assert EngineConfig(gemm="small", decode_gemm="big").decode_gemm == "big"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
+from collections.abc import Callable
+from typing import NamedTuple
 
 UNSAID = ("help", "json", "markdown")
 """Options that do not change what is measured."""
@@ -19,6 +21,18 @@ def counts(text: str) -> list[int]:
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {min(numbers)}")
     return numbers
+
+
+def words(*allowed: str) -> Callable[[str], list[str]]:
+    """Some of ``allowed``, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        for word in text.split(","):
+            if word not in allowed:
+                raise argparse.ArgumentTypeError(f"must be some of {', '.join(allowed)}, got {word!r}")
+        return text.split(",")
+
+    return parse
 
 
 def positive_number(text: str) -> float:
@@ -52,6 +66,31 @@ def finite_number(text: str) -> float:
     return value
 
 
+class Prompts(NamedTuple):
+    """``requests`` prompts of ``tokens`` tokens at once; written ``4x256``, or ``512`` for one."""
+
+    requests: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return str(self.tokens) if self.requests == 1 else f"{self.requests}x{self.tokens}"
+
+
+def prompt_plans(text: str) -> list[Prompts]:
+    """Prompts at once and their tokens: ``512`` or ``4x256``, separated by commas."""
+    found = []
+    for part in text.split(","):
+        numbers = part.split("x")
+        if not 1 <= len(numbers) <= 2 or not all(number.isdecimal() and int(number) for number in numbers):
+            raise argparse.ArgumentTypeError(f"must be tokens, or prompts x tokens such as 4x256, got {part!r}")
+        found.append(Prompts(1 if len(numbers) == 1 else int(numbers[0]), int(numbers[-1])))
+    return found
+
+
+def plain(item: object) -> str:
+    return f"{item:g}" if isinstance(item, int | float) else str(item)
+
+
 def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     """The command that measures the same again, defaults written out (they may change)."""
     words, options = parser.prog.split(), []
@@ -59,7 +98,7 @@ def command_line(parser: argparse.ArgumentParser, args: argparse.Namespace) -> s
         value = getattr(args, action.dest, None)
         if value is None or value is False or action.dest in UNSAID:
             continue
-        text = ",".join(f"{item:g}" for item in value) if isinstance(value, list) else str(value)
+        text = ",".join(map(plain, value)) if isinstance(value, list) else str(value)
         if not action.option_strings:
             words.append(text)
         elif value is True:

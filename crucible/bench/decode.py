@@ -10,7 +10,7 @@ from crucible.bench.inprocess import Driver, Say, describe, engine
 from crucible.bench.report import Column, Report, Row, Table
 from crucible.bench.statistics import alternating, median, paired_ratios, percentile, summarize, verdict
 from crucible.config import EngineConfig
-from crucible.engine.core import CPU_PREFILL_BUDGET, EngineCore
+from crucible.engine.core import CPU_PREFILL_BUDGET, GPU_PREFILL_BUDGET, EngineCore, choose_device
 from crucible.errors import EngineError
 
 WARM_STEPS = 2
@@ -90,7 +90,8 @@ def lengths(batch: int, prompts: Sequence[int]) -> list[int]:
 
 def most_prefill_steps(batch: int, prompts: Sequence[int], config: EngineConfig) -> int:
     """Steps until the last prompt is computed, if no two share one: what the first may generate meanwhile."""
-    budget = config.prefill_budget or CPU_PREFILL_BUDGET  # a GPU's default is larger
+    default = GPU_PREFILL_BUDGET if choose_device(config.device) == "cuda" else CPU_PREFILL_BUDGET
+    budget = 1 if config.prefill == "serial" else config.prefill_budget or default
     chunk = min(budget, config.prefill_chunk_tokens or budget)
     return sum(-(-length // chunk) for length in lengths(batch, prompts))
 

@@ -38,6 +38,9 @@ def describe(core: EngineCore, report: Report) -> None:
     info = core.engine_info()
     names = ("model_path", "parameters", "device", "quant", "dtype", "threads", "max_batch", "context", "kv_pages")
     report.settings |= {name: getattr(info, name) for name in (*names, "prefill_budget", "prefill_chunk_tokens")}
+    gpu = getattr(getattr(core.runner, "device", None), "name", None)
+    if gpu is not None:
+        report.settings["gpu"] = gpu
 
 
 class Driver:

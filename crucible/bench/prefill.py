@@ -42,11 +42,15 @@ def prefill(
             for index in alternating(len(lengths), trial):
                 say(f"trial {trial + 1}/{trials}, {lengths[index]} tokens")
                 results[index].append(one(driver, lengths[index], requests))
-    rows: list[Row] = [
-        {"tokens": length, "requests": requests, **summarize(result)}
-        for length, result in zip(lengths, results, strict=True)
-    ]
-    report.tables.append(Table("Prefill", COLUMNS, rows))
+        rows: list[Row] = [
+            {"tokens": length, "requests": requests, **summarize(result)}
+            for length, result in zip(lengths, results, strict=True)
+        ]
+        if core.config.device == "cuda":
+            from crucible.bench.prompt_steps import prompt_steps
+
+            report.tables.append(prompt_steps(core, say, lengths, requests, trials, seed))
+    report.tables.insert(0, Table("Prefill", COLUMNS, rows))
     report.finish()
     return report
 

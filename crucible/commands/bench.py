@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from crucible.bench.command_line import command_line, counts, fraction, positive_number, rates
-from crucible.commands.options import Status, Subparsers, add_device, add_model, check_device, positive, whole
+from crucible.choices import QUANTS
+from crucible.commands import bench_gpu
+from crucible.commands.options import Status, Subparsers, add_device, add_model, positive, whole
 from crucible.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
 
 Runner = Callable[[argparse.Namespace, str, Callable[[str], None]], "Report"]
 Modes = Subparsers
-
-QUANTS = ("f32", "int8")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -37,6 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_serve(modes)
     add_tokenizer(modes)
     add_scheduler(modes)
+    bench_gpu.add_modes(modes, add_mode)
 
 
 def add_mode(modes: Modes, name: str, text: str, runner: Runner, *, trials: int = 3) -> argparse.ArgumentParser:
@@ -65,7 +66,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Trials, seed and those settings of an engine that the mode has."""
-    check_device(args.device)
     names = ("trials", "seed", "device", "threads", "quant", "prefill_budget", "prefill_chunk_tokens")
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 

@@ -13,10 +13,11 @@ from crucible.commands.options import (
     add_model,
     decode_utf8,
     engine_config,
+    gpu_settings,
     positive,
     read_file,
 )
-from crucible.errors import RequestError
+from crucible.errors import ConfigError, RequestError
 
 
 def quant_list(text: str) -> list[str]:
@@ -44,6 +45,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "--context", type=positive, metavar="N", help="window length (default: the model's, at most 2048)"
     )
     parser.add_argument(
+        "--prefill-ctx",
+        type=positive,
+        metavar="N",
+        help="windows of N tokens, each computed at once (default: windows of --context, 256 tokens at once)",
+    )
+    parser.add_argument(
         "--quant",
         type=quant_list,
         metavar="LIST",
@@ -55,11 +62,15 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from crucible.checkpoint import open_checkpoint
+    from crucible.engine.core import choose_device
     from crucible.model_text import ModelText
     from crucible.models import resolve
 
     quant = None if args.quant is None else args.quant[0]
     settings = engine_config(args, default_quant="f32", quant=quant)
+    if args.context is not None and args.prefill_ctx is not None:
+        raise ConfigError("--context and --prefill-ctx both say how long a window is; give one of them")
+    device = choose_device(settings.device)
     path = resolve(args.model)
     with open_checkpoint(path) as checkpoint:
         config = checkpoint.config
@@ -73,18 +84,27 @@ def run(args: argparse.Namespace) -> None:
         raise RequestError(f"{args.data} has {len(ids)} tokens; scoring needs at least 2", "data")
 
     longest = config.context_length
-    context = args.context or min(longest, 2048)
+    context = args.prefill_ctx or args.context or min(longest, 2048)
     if not 2 <= context <= longest:
-        raise RequestError(f"--context must lie in 2 … {longest}, got {context}", "context")
+        name = "--context" if args.prefill_ctx is None else "--prefill-ctx"
+        raise RequestError(f"{name} must lie in 2 … {longest}, got {context}", "context")
 
-    from crucible.commands.session import Session
+    from crucible.commands.session import CHUNK_TOKENS, Session
 
     parts = windows(ids, context)
     scored = len(ids) - 1
     size = sum(len(tokenizer.decode_bytes(part[1:])) for part in parts)
     titles = f"{'quant':<6}{'tokens':>9}{'nats/token':>13}{'perplexity':>13}{'bits/byte':>12}{'tokens/s':>11}\n"
     for quant in args.quant or [settings.quant]:
-        session = Session(path, quant=quant, context=context, threads=settings.threads)
+        session = Session(
+            path,
+            quant=quant,
+            context=context,
+            threads=settings.threads,
+            device=device,
+            **gpu_settings(settings),
+            chunk=args.prefill_ctx or CHUNK_TOKENS,
+        )
         started = time.perf_counter()
         nats = -sum(float(session.score(part).sum()) for part in parts)
         rate = scored / (time.perf_counter() - started)

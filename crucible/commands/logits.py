@@ -12,6 +12,8 @@ from crucible.commands.options import (
     add_quant,
     check_token_ids,
     engine_config,
+    gpu_settings,
+    refuse_switches,
     token_list,
     whole,
 )
@@ -33,6 +35,9 @@ def add_parser(subparsers: Subparsers) -> None:
     add_quant(parser, default="f32")
     parser.add_argument("--no-cache", action="store_true", help="recompute the whole prefix for every token")
     parser.add_argument(
+        "--graph", action="store_true", help="on a GPU: replay a captured graph from the last prompt token on"
+    )
+    parser.add_argument(
         "--check",
         action="store_true",
         help="compare every position with transformers in float32; exit 1 if they differ",
@@ -45,9 +50,14 @@ def run(args: argparse.Namespace) -> int:
     settings = engine_config(args, default_quant="f32")
     if args.check and settings.quant != "f32":
         raise ConfigError("--check compares with float32; use --quant f32")
+    if args.graph and args.no_cache:
+        raise ConfigError("--graph computes one token at a time over a cache; leave --no-cache out")
     from crucible.checkpoint import open_checkpoint
+    from crucible.engine.core import choose_device
     from crucible.models import resolve
 
+    device = choose_device(settings.device)
+    refuse_switches(device, graph=args.graph)
     path = resolve(args.model)
     with open_checkpoint(path) as checkpoint:
         config = checkpoint.config
@@ -62,7 +72,15 @@ def run(args: argparse.Namespace) -> int:
 
     from crucible.commands.session import Session
 
-    session = Session(path, quant=settings.quant, context=total, threads=settings.threads)
+    session = Session(
+        path,
+        quant=settings.quant,
+        context=total,
+        threads=settings.threads,
+        device=device,
+        **gpu_settings(settings),
+        graph=args.graph,
+    )
     tokens, logits = session.decode(args.tokens, args.decode, cached=not args.no_cache)
     values = [float(value) for value in logits]
     print(json.dumps({"tokens": tokens, "logits": values} if args.decode else values, allow_nan=False))

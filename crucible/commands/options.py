@@ -84,20 +84,30 @@ def engine_config(args: argparse.Namespace, *, default_quant: str, **flags: Any)
     """The flags, else CRUCIBLE_* variables, else ``default_quant`` and EngineConfig's defaults.
 
     The flags are ``args``' quant, device and threads; ``flags`` add to them or replace them. Raises ConfigError for a
-    bad value, and for a device that this version cannot compute on.
+    bad value.
     """
     from crucible.config import EngineConfig
 
     given = {"quant": args.quant, "device": args.device, "threads": args.threads, **flags}
-    config = EngineConfig.from_environment(defaults={"quant": default_quant}, **given)
-    check_device(config.device)
-    return config
+    return EngineConfig.from_environment(defaults={"quant": default_quant}, **given)
 
 
-def check_device(device: str | None) -> None:
-    """Refuses a device that this version cannot compute on. Raises ConfigError."""
-    if device == "cuda":
-        raise ConfigError("device cuda: this version has no CUDA engine yet; use --device cpu or auto")
+KERNEL_SWITCHES = ("gemm", "decode_gemm", "attn", "prefill_attn")
+
+
+def gpu_settings(config: EngineConfig) -> dict[str, Any]:
+    """What of ``config`` chooses a GPU's kernels, as arguments of Direct.load and Session."""
+    return {"overlap": config.overlap, "switches": {name: getattr(config, name) for name in KERNEL_SWITCHES}}
+
+
+def refuse_switches(device: str, **switches: object) -> None:
+    """Refuses options that only a GPU has. Raises ConfigError naming the first that was given.
+
+    switches: by the option's name without dashes, its value; None and False are not given.
+    """
+    for name, value in switches.items():
+        if device != "cuda" and value not in (None, False):
+            raise ConfigError(f"--{name.replace('_', '-')} needs --device cuda; this runs on {device}")
 
 
 def check_token_ids(ids: Sequence[int], token_count: int) -> None:
@@ -144,6 +154,9 @@ def stderr_is_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
+RUNTIME = "crucible.kernels.cpu.runtime"
+ONCE = "(once; "
+"""In a message about the compiling of a GPU's kernels (crucible/kernels/source.py), which takes long."""
 COMPILING = "compiling kernels for this machine; this happens once"
 
 
@@ -157,7 +170,8 @@ def announce_compilation(say: Callable[[str], None] = progress) -> AbstractConte
 class Status:
     """One line on a terminal that says what is being waited for, and goes away; elsewhere only what takes long.
 
-    It begins with the first message, which a model's loading sends before any kernel is compiled.
+    It begins with the first message, which a model's loading sends before any kernel is compiled. On a GPU kernels
+    announce their own compiling, and Numba stays out.
     """
 
     def __init__(self) -> None:
@@ -165,10 +179,12 @@ class Status:
         self._listening: AbstractContextManager[object] | None = None
 
     def __call__(self, message: str) -> None:
-        if self._listening is None:
+        if self._listening is None and RUNTIME in sys.modules:
             self._listening = announce_compilation(self._show if stderr_is_terminal() else progress)
         if stderr_is_terminal():
             self._show(message)
+        elif ONCE in message:
+            progress(message)
 
     def _show(self, message: str) -> None:
         sys.stderr.write(f"\r\x1b[K{message} …")

@@ -2,56 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from crucible.checkpoint import open_checkpoint
-from crucible.commands.options import announce_compilation, check_token_ids
+from crucible.commands.options import announce_compilation, check_token_ids, progress
 from crucible.config.engine import PAGE_TOKENS
 from crucible.errors import EngineError
-from crucible.model.cpu_ops import CpuOps
-from crucible.model.forward import forward
-from crucible.model.ops import FloatArray, IntArray, Ops
-from crucible.model.weights import load_weights
+from crucible.model.direct import Consume, Direct, Part
+from crucible.model.ops import FloatArray, IntArray
 from crucible.native.sampling import select
 
 CHUNK_TOKENS = 256
 """Rows a forward pass computes at once; any number gives the same bits, this one bounds the scratch memory."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A batch of consecutive tokens of one sequence whose pages are numbered from 0."""
-
-    token_ids: IntArray
-    positions: IntArray
-    row_sequence: IntArray
-    page_tables: IntArray
-    logit_rows: IntArray
+HEAD_ROWS = 64
+"""Rows of logits that exist at once."""
 
 
 class Session:
-    """A model on the CPU and the KV cache of one sequence of at most ``context`` tokens.
+    """A model on ``device`` (cpu or cuda) and the KV cache of one sequence of at most ``context`` tokens.
 
-    Its methods raise RequestError for a token id that is none of the model's, and EngineError where logits are not
-    finite: the weights are damaged, or too large for float32.
+    chunk: rows a forward pass computes at once. graph: single rows are computed by replaying a captured graph (cuda).
+    threads is the CPU's; overlap and switches are the GPU's (options.gpu_settings). Its methods raise RequestError for
+    a token id that is none of the model's, and EngineError where logits are not finite: the weights are damaged, or too
+    large.
     """
 
-    def __init__(self, path: Path, *, quant: str, context: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        quant: str,
+        context: int,
+        threads: int | None = None,
+        device: str = "cpu",
+        overlap: bool = True,
+        switches: Mapping[str, Any] | None = None,
+        graph: bool = False,
+        chunk: int = CHUNK_TOKENS,
+    ) -> None:
         self.path = path
         pages = -(-context // PAGE_TOKENS)
-        self._page_tables = np.arange(pages, dtype=np.int32).reshape(1, pages)
-        with announce_compilation(), open_checkpoint(path) as checkpoint:
+        self._chunk = max(1, min(chunk, context))
+        self._pages = np.arange(pages, dtype=np.int32)
+        with announce_compilation() if device == "cpu" else nullcontext(), open_checkpoint(path) as checkpoint:
             self.config = checkpoint.config
-            self._ops = cast(Ops, CpuOps(self.config, context, threads))
-            self._weights = load_weights(checkpoint, self._ops, quant)
-            self._cache = self._ops.allocate_cache(pages)
-            self._compute([0], 0, np.zeros(1, np.int32))  # so that compiling is part of the loading; nobody reads it
+            self._model = Direct.load(
+                checkpoint,
+                device=device,
+                quant=quant,
+                context=context,
+                max_rows=self._chunk,
+                head_rows=min(HEAD_ROWS, self._chunk),
+                threads=threads,
+                overlap=overlap,
+                switches=switches,
+                say=progress,
+            )
+            self._cache = self._model.ops.allocate_cache(pages)
+            self._compute([0], 0, np.zeros(1, np.int32), lambda first, rows: None)  # compiling is part of the loading
+        self._step = GraphStep(self._model, self._pages, self._cache) if graph else None
 
     def decode(self, prompt: Sequence[int], count: int, *, cached: bool = True) -> tuple[list[int], FloatArray]:
         """``count`` greedy tokens after ``prompt``, and the logits float32 [vocab] of the last position computed.
@@ -69,22 +84,24 @@ class Session:
     def score(self, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
         """Log-probability float64 [n − 1] of each token but the first, given those before it (teacher forcing)."""
         check_token_ids(tokens, self.config.token_count)
-        scores = [np.empty(0)]
-        for start in range(0, len(tokens) - 1, CHUNK_TOKENS):
-            end = min(start + CHUNK_TOKENS, len(tokens) - 1)
-            logits = self._forward(tokens[start:end], start, np.arange(end - start, dtype=np.int32)).astype(np.float64)
-            logits = logits[:, : self.config.token_count]
-            peak = logits.max(axis=1, keepdims=True)
-            total = np.log(np.exp(logits - peak).sum(axis=1)) + peak[:, 0]
-            scores.append(logits[np.arange(end - start), tokens[start + 1 : end + 1]] - total)
-        return np.concatenate(scores)
+        targets = np.asarray(tokens[1:], np.int64)
+        scores = np.empty(len(targets))
+        for start in range(0, len(targets), self._chunk):
+            ids = tokens[start : min(start + self._chunk, len(targets))]
+
+            def note(first: int, rows: FloatArray, start: int = start) -> None:
+                places = slice(start + first, start + first + len(rows))
+                scores[places] = log_probabilities(rows[:, : self.config.token_count], targets[places])
+
+            self._forward(ids, start, np.arange(len(ids), dtype=np.int32), note)
+        return scores
 
     def rows(self, tokens: Sequence[int]) -> FloatArray:
         """Logits of every position, float32 [len(tokens), vocab]."""
-        starts = range(0, len(tokens), CHUNK_TOKENS)
-        chunks = [tokens[start : start + CHUNK_TOKENS] for start in starts]
-        parts = [self._forward(ids, start, np.arange(len(ids), dtype=np.int32)).copy()
-                 for ids, start in zip(chunks, starts, strict=True)]  # fmt: skip
+        parts: list[FloatArray] = []
+        for start in range(0, len(tokens), self._chunk):
+            ids = tokens[start : start + self._chunk]
+            self._forward(ids, start, np.arange(len(ids), dtype=np.int32), lambda _, rows: parts.append(rows.copy()))
         return np.concatenate(parts)
 
     def logits(self, tokens: Sequence[int], start: int = 0) -> FloatArray:
@@ -92,27 +109,83 @@ class Session:
 
         What an earlier call left of the positions before ``start`` is reused; 0 recomputes everything.
         """
-        while len(tokens) - start > CHUNK_TOKENS:
-            self._forward(tokens[start : start + CHUNK_TOKENS], start, np.zeros(0, np.int32))
-            start += CHUNK_TOKENS
+        alone = self._step is not None  # a graph computes one row: the last
+        while len(tokens) - start > (1 if alone else self._chunk):
+            end = min(start + self._chunk, len(tokens) - alone)
+            self._forward(tokens[start:end], start, np.zeros(0, np.int32), lambda first, rows: None)
+            start = end
         rows = tokens[start:]
-        last: FloatArray = self._forward(rows, start, np.array([len(rows) - 1], np.int32))[0]
-        return last.copy()
+        last: list[FloatArray] = []
+        self._forward(rows, start, np.array([len(rows) - 1], np.int32), lambda _, found: last.append(found[0].copy()))
+        return last[0]
 
-    def _forward(self, tokens: Sequence[int], start: int, logit_rows: IntArray) -> FloatArray:
+    def _forward(self, tokens: Sequence[int], start: int, logit_rows: IntArray, consume: Consume) -> None:
         check_token_ids(tokens, self.config.token_count)  # no kernel checks the bounds of the embedding
-        logits = self._compute(tokens, start, logit_rows)
-        finite = np.isfinite(logits).all(axis=1)
-        if not finite.all():
-            position = start + int(logit_rows[int(finite.argmin())])
-            raise EngineError(
-                f"{self.path}: the logits of position {position} hold NaN or infinity; the weights are damaged, or too "
-                "large for float32"
-            )
+
+        def check(first: int, rows: FloatArray) -> None:
+            finite = np.isfinite(rows).all(axis=1)
+            if not finite.all():
+                position = start + int(logit_rows[first + int(finite.argmin())])
+                raise EngineError(
+                    f"{self.path}: the logits of position {position} hold NaN or infinity; the weights are damaged, or "
+                    "too large for float32"
+                )
+            consume(first, rows)
+
+        if self._step is not None and len(tokens) == len(logit_rows) == 1:
+            check(0, self._step(tokens[0], start))
+        else:
+            self._compute(tokens, start, logit_rows, check)
+
+    def _compute(self, tokens: Sequence[int], start: int, logit_rows: IntArray, consume: Consume) -> None:
+        batch = self._model.batch([Part(np.asarray(tokens, np.int32), start, self._pages)], logit_rows)
+        self._model.rows(batch, self._cache, consume)
+
+
+class GraphStep:
+    """One row at a time, by replaying the graph of a decode step: ``step(token, position)`` gives logits [1, vocab].
+
+    Raises EngineError where the step cannot be captured.
+    """
+
+    def __init__(self, model: Direct, pages: IntArray, cache: object) -> None:
+        device = model.device
+        self._device = device
+        self._host = device.pinned(2, np.int32)
+        self._values = device.zeros(2, np.int32)
+        zero = device.zeros(1, np.int32)
+        nothing = device.zeros(0, np.int32)
+        from crucible.model.cuda_ops import DeviceBatch
+
+        view = DeviceBatch(
+            token_ids=self._values[:1],
+            positions=self._values[1:],
+            row_sequence=zero,
+            page_tables=device.upload(pages.reshape(1, -1)),
+            logit_rows=zero,
+            tile_first=nothing,
+            tile_rows=nothing,
+            decode_rows=1,
+            splits=model.ops.decode_splits(1),
+        )
+        self._graph = device.capture(lambda: model.forward(view, cache))
+        if self._graph is None:
+            raise EngineError("the decode step could not be captured as a graph; leave --graph out")
+        self._logits = model.ops.logit_rows(1)
+
+    def __call__(self, token: int, position: int) -> FloatArray:
+        self._host[:] = token, position
+        self._device.to_device(self._host, self._values)
+        self._device.replay(self._graph)
+        logits: FloatArray = self._device.download(self._logits)
         return logits
 
-    def _compute(self, tokens: Sequence[int], start: int, logit_rows: IntArray) -> FloatArray:
-        ids = np.asarray(tokens, np.int32)
-        positions = np.arange(start, start + len(ids), dtype=np.int32)
-        batch = Rows(ids, positions, np.zeros(len(ids), np.int32), self._page_tables, logit_rows)
-        return forward(self._weights, self._ops, batch, self._cache)
+
+def log_probabilities(logits: FloatArray, targets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Log-softmax float64 [rows] of ``logits`` [rows, tokens] at ``targets`` [rows]."""
+    exact = logits.astype(np.float64)
+    chosen = exact[np.arange(len(exact)), targets]
+    peak = exact.max(axis=1)
+    exact -= peak[:, None]
+    result: npt.NDArray[np.float64] = chosen - peak - np.log(np.exp(exact, out=exact).sum(axis=1))
+    return result

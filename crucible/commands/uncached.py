@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 from types import TracebackType
 
 from crucible.checkpoint import open_checkpoint
+from crucible.commands.options import gpu_settings
 from crucible.commands.session import Session
 from crucible.config import EngineConfig
 from crucible.config.engine import PAGE_TOKENS
 from crucible.config.sampling import SamplingParams
-from crucible.engine.core import resolve_config, sizes
+from crucible.engine.core import choose_device, resolve_config, sizes
 from crucible.errors import RequestError
 from crucible.llm import Delta
 from crucible.model_text import ModelText
@@ -29,7 +31,7 @@ class UncachedModel:
     def __init__(self, model: str | None, config: EngineConfig) -> None:
         self._path = resolve(model)
         with open_checkpoint(self._path) as checkpoint:
-            self._config = resolve_config(config, checkpoint.config)
+            self._config = resolve_config(replace(config, device=choose_device(config.device)), checkpoint.config)
             self._text = ModelText(self._path, checkpoint.config)
         context, kv_pages, _ = sizes(self._config)
         self.context = min(context, kv_pages * PAGE_TOKENS)
@@ -55,8 +57,15 @@ class UncachedModel:
                 "max_tokens",
             )
         decoder = IncrementalDecoder(self._text.required())
-        threads, quant = self._config.threads, self._config.quant
-        session = Session(self._path, quant=quant, context=len(ids) + count, threads=threads)
+        config = self._config
+        session = Session(
+            self._path,
+            quant=config.quant,
+            context=len(ids) + count,
+            threads=config.threads,
+            device=config.device,
+            **gpu_settings(config),
+        )
         tokens = list(ids)
         for number in range(1, count + 1):
             token = select(

@@ -7,13 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
-from crucible.choices import DEVICES, QUANTS
+from crucible.choices import ATTENTIONS, DECODE_GEMMS, DEVICES, GEMMS, PREFILL_ATTENTIONS, PREFILLS, QUANTS
 from crucible.errors import ConfigError
 
 PAGE_TOKENS = 16
 """Tokens of KV a page holds (a power of two, so that translation is a shift and a mask)."""
 
-CHOICES = {"device": DEVICES, "quant": QUANTS}
+CHOICES = {
+    "device": DEVICES,
+    "quant": QUANTS,
+    "gemm": GEMMS,
+    "decode_gemm": DECODE_GEMMS,
+    "attn": ATTENTIONS,
+    "prefill_attn": PREFILL_ATTENTIONS,
+    "prefill": PREFILLS,
+}
 LEAST = {"max_queue": 0, "min_packed_prompts": 2}
 """The least value of a count that may not be 1, or may be less."""
 KV_SIZES = {"kv_pages", "kv_memory"}
@@ -27,14 +35,26 @@ class EngineConfig:
     Each field can be set by the environment variable CRUCIBLE_<FIELD IN CAPITALS>; an explicit argument wins. Raises
     ConfigError naming the field whose value cannot work.
 
-    device: ``auto``, ``cpu`` or ``cuda``. quant: weight type, ``f32`` or ``int8``.
+    device: ``auto``, ``cpu`` or ``cuda``. quant: weight type, ``f32``, ``int8`` or, on a GPU,
+    ``f16``.
     max_batch: requests resident at once. max_queue: requests waiting beyond them before 429.
     context: most tokens (prompt + generated) a request may hold. kv_pages: pages of 16 tokens in the pool;
     kv_memory: the same as bytes (give one of the two). prefill_budget: prompt tokens computed a step, over all
     requests. prefill_chunk_tokens: most prompt tokens of one request a step. threads: CPU kernel threads.
     batched_prefill: a step may compute prompts of several requests, if it reaches min_packed_prompts of them; a step
-    that reaches fewer, or any step without it, computes one. prefix_cache: the KV of full pages is kept after its
+    that reaches fewer, or any step without it, computes one. chunked_prefill: a prompt may be spread over steps;
+    without, each step computes one whole prompt. prefill: ``auto``, or ``serial``: one prompt token a step.
+    prefix_cache: the KV of full pages is kept after its
     request and shared with requests that begin with the same tokens.
+
+    For a GPU, each with its reference setting: gemm: kernels of projections, ``auto``, ``small`` or ``big``, or
+    ``scalar``, one multiply-add at a time; decode_gemm: those of steps that only decode, or ``same``. attn: decode
+    attention ``split`` over blocks, or ``single``. prefill_attn: of prompts, ``exact`` (as decode computes it) or the
+    plain ``reference``. Bits differ by ``scalar`` and ``reference`` only. batch_graph: decode steps replay captured
+    graphs; prefill_graph: so do steps with prompts whose shape comes again. async_steps: a greedy decode step is
+    queued while the one before it computes (off until it has been checked on a GPU). device_argmax, device_topk: tokens
+    and candidates are chosen on the device. overlap: a kernel may be launched before the one before it has ended
+    (compute capability 9.0 and later).
     """
 
     device: str = "auto"
@@ -48,14 +68,37 @@ class EngineConfig:
     prefill_chunk_tokens: int | None = None
     threads: int | None = None
     batched_prefill: bool = True
+    chunked_prefill: bool = True
+    prefill: str = "auto"
     min_packed_prompts: int = 2
     prefix_cache: bool = True
+    gemm: str = "auto"
+    decode_gemm: str = "same"
+    attn: str = "split"
+    prefill_attn: str = "exact"
+    batch_graph: bool = True
+    prefill_graph: bool = True
+    async_steps: bool = False
+    device_argmax: bool = True
+    device_topk: bool = True
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
             check_field(name, hint, getattr(self, name))
         if self.kv_pages is not None and self.kv_memory is not None:
             raise ConfigError("give kv_pages or kv_memory, not both")
+        if self.decode_gemm not in ("same", self.gemm) and "scalar" in (self.gemm, self.decode_gemm):
+            raise ConfigError(
+                f"gemm {self.gemm} with decode_gemm {self.decode_gemm}: the bits of scalar are its own, so a request's "
+                "tokens would depend on its neighbours; set both to scalar or neither"
+            )
+        if self.prefill == "serial" or not self.chunked_prefill:
+            what = "prefill serial" if self.prefill == "serial" else "chunked_prefill off"
+            if self.prefill_budget is not None or self.prefill_chunk_tokens is not None:
+                raise ConfigError(f"{what} decides prefill_budget and prefill_chunk_tokens: leave them open")
+            if self.prefill == "serial" and not self.chunked_prefill:
+                raise ConfigError("prefill serial spreads a prompt over steps, and chunked_prefill off forbids it")
 
     @classmethod
     def from_environment(

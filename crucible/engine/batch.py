@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,10 @@ from crucible.engine.request import Request
 from crucible.native.batch import BatchFiller
 
 IntArray = NDArray[np.int32]
+
+
+def zeros(count: int) -> IntArray:
+    return np.zeros(count, np.int32)
 
 
 class Batch:
@@ -28,6 +33,9 @@ class Batch:
     The KV of a row goes to page_tables[sequence, position // 16], slot position % 16, before attention reads it.
     """
 
+    memory: IntArray
+    places: dict[str, int]
+    spare: IntArray
     token_ids: IntArray
     positions: IntArray
     row_sequence: IntArray
@@ -41,15 +49,44 @@ class Batch:
     top_ks: NDArray[np.int64]
     seeds: NDArray[np.uint64]
 
-    def __init__(self, max_rows: int, max_sequences: int, max_pages: int) -> None:
-        """Room for ``max_rows`` rows of ``max_sequences`` requests with ``max_pages`` pages each."""
+    def __init__(
+        self,
+        max_rows: int,
+        max_sequences: int,
+        max_pages: int,
+        *,
+        spare: int = 0,
+        allocate: Callable[[int], IntArray] = zeros,
+    ) -> None:
+        """Room for ``max_rows`` rows of ``max_sequences`` requests with ``max_pages`` pages each.
+
+        The int32 arrays lie in one piece of ``memory`` that ``allocate`` makes, so that one copy takes them all to a
+        device: ``places`` says where each begins. ``spare`` elements, called so, are the caller's; page tables come
+        last.
+        """
         self.max_rows, self.max_sequences, self.max_pages = max_rows, max_sequences, max_pages
-        self._token_ids, self._positions, self._row_sequence = (np.zeros(max_rows, np.int32) for _ in range(3))
-        self._sequence_starts = np.zeros(max_sequences + 1, np.int32)
-        self._page_tables = np.zeros((max_sequences, max_pages), np.int32)
-        self._context_lengths, self._logit_rows, self._choices, self._draw_positions = (
-            np.zeros(max_sequences, np.int32) for _ in range(4)
-        )
+        sizes = {
+            "token_ids": max_rows,
+            "positions": max_rows,
+            "row_sequence": max_rows,
+            "sequence_starts": max_sequences + 1,
+            "context_lengths": max_sequences,
+            "logit_rows": max_sequences,
+            "choices": max_sequences,
+            "draw_positions": max_sequences,
+            "spare": spare,
+            "page_tables": max_sequences * max_pages,
+        }
+        offsets = [0, *accumulate(sizes.values())]
+        self.places = dict(zip(sizes, offsets, strict=False))
+        self.memory = allocate(offsets[-1])
+        held = {name: self.memory[at : at + sizes[name]] for name, at in self.places.items()}
+        self.spare = held["spare"]
+        self._token_ids, self._positions = held["token_ids"], held["positions"]
+        self._row_sequence, self._sequence_starts = held["row_sequence"], held["sequence_starts"]
+        self._context_lengths, self._logit_rows = held["context_lengths"], held["logit_rows"]
+        self._choices, self._draw_positions = held["choices"], held["draw_positions"]
+        self._page_tables = held["page_tables"].reshape(max_sequences, max_pages)
         self._temperatures = np.zeros(max_sequences, np.float64)
         self._top_ks = np.zeros(max_sequences, np.int64)
         self._seeds = np.zeros(max_sequences, np.uint64)
@@ -69,13 +106,21 @@ class Batch:
         )
         self._slice(0, 0, 0)
 
-    def fill(self, decode: list[Request], prefill: Sequence[Request] = (), counts: Sequence[int] = ()) -> None:
+    def fill(
+        self,
+        decode: list[Request],
+        prefill: Sequence[Request] = (),
+        counts: Sequence[int] = (),
+        *,
+        ahead: bool = False,
+    ) -> None:
         """One row for each request of ``decode``, then ``counts[i]`` rows for ``prefill[i]``.
 
+        ahead: of the step after one that is not recorded yet; what ``token_ids`` then holds means nothing.
         Raises RuntimeError when they do not fit, or reach beyond a request's known tokens or pages.
         """
         filler = self._filler
-        filler.fill(decode, list(prefill), list(counts))
+        filler.fill(decode, list(prefill), list(counts), ahead)
         self._slice(filler.rows, filler.sequences, filler.logits)
 
     def _slice(self, rows: int, sequences: int, logits: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,7 @@ from crucible.config.processors import available_processors
 from crucible.engine.kv_cache import KVPages
 from crucible.engine.messages import EngineInfo, Finished, Metrics, StepOutput, TokenEvent
 from crucible.engine.metrics import EngineMetrics
-from crucible.engine.model_runner import ModelRunner, Runner
+from crucible.engine.model_runner import AheadRunner, Runner
 from crucible.engine.request import Request
 from crucible.engine.scheduler import Plan, Scheduler
 from crucible.errors import ConfigError, CrucibleError, EngineError
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 
 CPU_PREFILL_BUDGET = 128
 """Default prompt tokens a step on a CPU: a number of tokens, never a timing, so that results do not depend on speed."""
+GPU_PREFILL_BUDGET = 1024
+"""The same on a GPU."""
 
 
 class EngineCore:
@@ -90,7 +94,8 @@ class EngineCore:
         self._clock = clock
         self._metrics = EngineMetrics(clock=clock)
         self._lock = threading.Lock()  # held for microseconds: never while the runner works
-        self._plan: Plan | None = None
+        self._plans: deque[Plan] = deque()  # in flight: one, or with async_steps two
+        self._ahead = config.async_steps and bool(getattr(runner, "overlaps", False))
 
     @classmethod
     def from_checkpoint(
@@ -105,28 +110,14 @@ class EngineCore:
 
         with open_checkpoint(path) as checkpoint:
             model = checkpoint.config
-            threads, config = config.threads, resolve_config(config, model)
-            context, kv_pages, prefill_budget = sizes(config)
-            report("loading weights")
-            from crucible.model.cpu_ops import CpuOps
-            from crucible.model.weights import load_weights
-
-            ops: Any = CpuOps(model, context, threads)  # Any: an Ops reads only matrices that it packed itself
-            config = replace(config, threads=ops.threads)
-            weights = load_weights(checkpoint, ops, config.quant)
-        runner = ModelRunner(
-            weights,
-            ops,
-            ops.allocate_cache(kv_pages),
-            max_rows=config.max_batch + prefill_budget,
-            max_sequences=config.max_batch,
-            context=context,
-            token_count=model.token_count,
-        )
+            device = choose_device(config.device)
+            # Numba or CuPy: only the one that is wanted is loaded.
+            engine = importlib.import_module(f"crucible.engine.{device}_engine")
+            runner, config = engine.build_runner(checkpoint, replace(config, device=device), report)
         report("compiling kernels")
         runner.warm_up()
         parameters = parameter_count(expected_tensors(model))
-        return cls(config, model, runner, model_path=str(path), parameters=parameters)
+        return cls(config, model, runner, model_path=str(path), dtype=kv_dtype(config), parameters=parameters)
 
     def add_request(
         self,
@@ -149,10 +140,15 @@ class EngineCore:
         with self._lock:
             return self.scheduler.cancel(request_id)
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether ``launch`` only queues work: then it pays to call it before dealing with what ``step`` returned."""
+        return self._ahead and self.failure is None
+
     def has_work(self) -> bool:
         """Whether ``step`` would do or report something. True for a failed engine, whose ``step`` raises."""
         with self._lock:
-            return self.failure is not None or self.scheduler.has_work
+            return self.failure is not None or self.scheduler.has_work or bool(self._plans)
 
     def step(self) -> StepOutput:
         """Plan, compute and record one step. An idle engine's output is empty.
@@ -161,6 +157,7 @@ class EngineCore:
         every later call raises EngineError.
         """
         self.launch()
+        self._launch_ahead()
         return self.collect()
 
     def launch(self) -> None:
@@ -170,27 +167,47 @@ class EngineCore:
         """
         with self._lock:
             self._require_alive()
-        if self._plan is not None:
-            return
+        if not self._plans:
+            self._start(self.scheduler.plan)
+
+    def _launch_ahead(self) -> None:
+        """Queue the plan after the one in flight, if it need not wait for its tokens."""
+        if self._ahead and len(self._plans) == 1:
+            self._start(lambda: self.scheduler.plan_ahead(self._plans[0]))
+
+    def _start(self, make_plan: Callable[[], Plan | None]) -> None:
         try:
             with self._lock:
-                plan = self.scheduler.plan()
+                plan = make_plan()
             if plan:
                 self.runner.launch(plan)
-                self._plan = plan  # only now: an interrupted launch is planned again, the same
+                self._plans.append(plan)  # only now: an interrupted launch is planned again, the same
         except Exception as error:
             self._fail(error)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """After an interrupt: compute again what is in flight. A plan made ahead has no ground without the one before,
+        and one that was half launched may have put its own tokens where it should read those of the one before."""
+        if self._ahead:
+            self._plans.clear()
+            cast(AheadRunner, self.runner).abandon()
 
     def collect(self) -> StepOutput:
         """The second half of ``step``: wait for the work, and report its tokens and the requests that ended."""
-        plan, self._plan = self._plan, None
         tokens: list[TokenEvent] = []
-        if plan:
+        if self._plans:
+            plan = self._plans.popleft()
             try:
                 token_ids = self.runner.collect()
                 with self._lock:
+                    if plan.ahead:
+                        plan, token_ids = self.scheduler.settle(plan, token_ids)
                     sampled = self.scheduler.commit(plan, token_ids)
-                    self._metrics.record_step(plan, len(sampled))
+                    if plan:
+                        self._metrics.record_step(plan, len(sampled))
                 tokens = [
                     TokenEvent(request.request_id, token_id)
                     for request, token_id in zip(sampled, token_ids[token_ids >= 0].tolist(), strict=True)
@@ -198,6 +215,9 @@ class EngineCore:
                 ]
             except Exception as error:
                 self._fail(error)
+            except BaseException:
+                self._abandon()
+                raise
         with self._lock:
             finished = [self._report(request) for request in self.scheduler.take_finished()]
         return StepOutput(tokens, finished)
@@ -221,7 +241,7 @@ class EngineCore:
         with self._lock:
             self.failure = self.failure or "the engine is closed"
             self.scheduler.fail()
-            self._plan = None
+            self._plans.clear()
             del self.runner
 
     def _require_alive(self) -> None:
@@ -233,7 +253,7 @@ class EngineCore:
         with self._lock:
             self.failure = failure_text(error)
             self.scheduler.fail()
-            self._plan = None
+            self._plans.clear()
 
     def _report(self, request: Request) -> Finished:
         reason = request.finish_reason or "error"
@@ -251,32 +271,62 @@ def failure_text(error: Exception) -> str:
     return text if text.startswith("the engine failed") else f"the engine failed: {text}"
 
 
+def choose_device(device: str) -> str:
+    """``cpu`` or ``cuda``; ``auto`` is cuda where CuPy sees a GPU."""
+    if device == "auto":
+        from crucible.kernels.device import gpu_available
+
+        return "cuda" if gpu_available() else "cpu"
+    return device
+
+
 def resolve_config(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """``config`` with everything left open chosen from the model and this machine. Raises ConfigError.
 
-    context: the model's, at most CPU_CONTEXT. kv_pages: enough for ``max_batch`` requests of a full context, or what
-    ``kv_memory`` holds. prefill_budget: CPU_PREFILL_BUDGET. threads: the processors this process may use.
+    context: the model's, on a CPU at most CPU_CONTEXT. kv_pages: enough for ``max_batch`` requests of a full context,
+    or what ``kv_memory`` holds. prefill_budget: CPU_PREFILL_BUDGET or GPU_PREFILL_BUDGET, the context without
+    chunked_prefill, 1 with ``prefill`` serial; those two are then as by default. threads: the processors this process
+    may use.
     """
-    if config.device == "cuda":
-        raise ConfigError("device cuda is not available yet; use device cpu or auto")
     if config.context is not None and config.context > model.context_length:
         raise ConfigError(f"context {config.context} is above the model's {model.context_length}")
-    context = config.context or min(model.context_length, CPU_CONTEXT)
+    cuda = config.device == "cuda"
+    context = config.context or (model.context_length if cuda else min(model.context_length, CPU_CONTEXT))
     kv_pages = config.kv_pages
     if config.kv_memory is not None:
-        page_bytes = kv_bytes_per_page(model)
+        page_bytes = kv_bytes_per_page(model, kv_bytes(config))
         kv_pages = config.kv_memory // page_bytes
         if kv_pages < 1:
             raise ConfigError(f"kv_memory of {config.kv_memory} bytes holds no page of {page_bytes} bytes")
+    if config.quant == "f16" and not cuda:
+        raise ConfigError("quant f16 needs device cuda; use int8 or f32 on a CPU")
+    budget = config.prefill_budget or (GPU_PREFILL_BUDGET if cuda else CPU_PREFILL_BUDGET)
+    if config.prefill == "serial":
+        budget = 1
+    elif not config.chunked_prefill:
+        budget = context
     return replace(
         config,
-        device="cpu",
+        device="cuda" if cuda else "cpu",
         context=context,
         kv_pages=kv_pages or config.max_batch * pages_for(context),
         kv_memory=None,
-        prefill_budget=config.prefill_budget or CPU_PREFILL_BUDGET,
+        prefill="auto",
+        chunked_prefill=True,
+        batched_prefill=config.batched_prefill and config.chunked_prefill,
+        prefill_budget=budget,
         threads=config.threads or available_processors(),
     )
+
+
+def kv_bytes(config: EngineConfig) -> int:
+    """Bytes of an element of K and V."""
+    return 2 if kv_dtype(config) == "float16" else 4
+
+
+def kv_dtype(config: EngineConfig) -> str:
+    """Type of K and V: float16 on a GPU, but for the reference path of float32 weights."""
+    return "float16" if config.device == "cuda" and config.quant != "f32" else "float32"
 
 
 def sizes(config: EngineConfig) -> tuple[int, int, int]:

@@ -33,6 +33,17 @@ class Runner(Protocol):
         """
 
 
+class AheadRunner(Runner, Protocol):
+    """A runner that computes later than ``launch`` returns, and takes one plan made ahead of what it is to compute."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it can with its present settings."""
+
+    def abandon(self) -> None:
+        """Forget what is in flight, so that it can be launched again."""
+
+
 class ModelRunner:
     """Runs plans through ``forward`` on the host: ``launch`` computes, ``collect`` chooses the tokens.
 

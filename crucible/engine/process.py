@@ -87,7 +87,10 @@ class EngineProcess:
                         self._changed.wait()
                 self._step_started = started = time.monotonic()
                 output = core.step()
-                self._publish(output, core, started)
+                self._note_admissions(core, started)
+                if core.asynchronous:
+                    core.launch()  # the device computes while clients are told
+                self._publish(output)
         except Exception as error:
             message = str(error) if isinstance(error, CrucibleError) else f"the engine failed: {error!r}"
             if not isinstance(error, CrucibleError):
@@ -95,15 +98,18 @@ class EngineProcess:
             self._fail_all(message)
             raise EngineError(message) from error
 
-    def _publish(self, output: StepOutput, core: Core, started: float) -> None:
+    def _note_admissions(self, core: Core, started: float) -> None:
+        with self._changed:
+            if self._recorder.queued:
+                self._recorder.admitted(int(core.metrics()["queued_requests"]), started)
+
+    def _publish(self, output: StepOutput) -> None:
         """One frame a connection; what belongs to requests of clients that are gone is dropped."""
         shares: dict[Connection, tuple[list[TokenEvent], list[Finished]]] = {}
         now = time.monotonic()
         rows = len(output.tokens)
         with self._changed:
             live, recorder = self._live, self._recorder
-            if recorder.queued:
-                recorder.admitted(int(core.metrics()["queued_requests"]), started)
             for token in output.tokens:
                 if (request := live.get(token.request_id)) is not None:
                     recorder.token(request, now)
@@ -289,5 +295,3 @@ def run_engine(control: socket.socket, *, listener: socket.socket, factory: str,
         log.exception("the engine could not start")
         line.report(Failed(f"{type(error).__name__}: {error}".splitlines()[0]))
         sys.exit(1)
-
-

@@ -38,6 +38,18 @@ class Sampler:
         )
         return token_ids
 
+    def pick_row(self, logits: NDArray[np.float32], batch: Batch, row: int) -> int:
+        """The token id of logit row ``row`` alone. logits: float32 [vocab]."""
+        return sampling.select(
+            np.ascontiguousarray(logits),
+            float(batch.temperatures[row]),
+            int(batch.top_ks[row]),
+            int(batch.seeds[row]),
+            int(batch.choices[row]),
+            int(batch.draw_positions[row]),
+            self.token_count,
+        )
+
 
 class Sampled(msgspec.Struct, frozen=True):
     """``candidates``: (id, probability) in canonical order; ``tokens``: the ids drawn."""

@@ -26,14 +26,23 @@ class Plan:
     """One step: a row for each request of ``decode``, then ``counts[i]`` prompt rows for ``prefill[i]``.
 
     Those whose last known token is among their rows get a token: every decode row, and the last row of a prompt.
+    ahead: made before the plan before it was recorded. Its requests may have ended by then: see ``surviving``.
     """
 
     decode: list[Request]
     prefill: list[Request] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    ahead: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)
+
+    def surviving(self) -> list[int] | None:
+        """Of a plan made ahead: the rows whose requests go on, or None if all do."""
+        if not self.ahead:
+            return None
+        rows = [row for row, request in enumerate(self.decode) if request.state is not RequestState.FINISHED]
+        return None if len(rows) == len(self.decode) else rows
 
 
 class Scheduler:
@@ -161,6 +170,29 @@ class Scheduler:
         if len(plan.prefill) < self.min_packed:
             del plan.prefill[1:], plan.counts[1:]
         return plan
+
+    def plan_ahead(self, plan: Plan) -> Plan | None:
+        """The step after ``plan``, which computes, if none of its results can matter to it but the tokens themselves.
+
+        That is a decode step of greedy requests, of which none is at its limit, while nothing else could begin. A
+        request that ``plan`` ends (eos, or no token) is then computed once too often, within its own pages: what
+        takes these over is computed later. None: wait for ``plan``.
+        """
+        if plan.prefill or self.prefilling or self._cancelled or plan.decode != self.running:
+            return None
+        if self.waiting and len(self.running) < self.max_batch:
+            return None
+        if any(request.temperature or request.length + 1 >= request.limit for request in plan.decode):
+            return None
+        return Plan(plan.decode, ahead=True)
+
+    def settle(self, plan: Plan, token_ids: NDArray[np.int32]) -> tuple[Plan, NDArray[np.int32]]:
+        """A plan made ahead, and its tokens, without the rows of requests that have ended or been cancelled."""
+        self._withdraw()
+        rows = plan.surviving()
+        if rows is None:
+            return plan, token_ids
+        return Plan([plan.decode[row] for row in rows], ahead=True), token_ids[rows]
 
     def commit(self, plan: Plan, token_ids: NDArray[np.int32]) -> list[Request]:
         """Record a computed plan: ``token_ids`` int32, one for each request that had logits, in the plan's order.

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from crucible.config import ModelConfig
 from crucible.config.engine import PAGE_TOKENS
 from crucible.config.model import Alibi, Rope
+from crucible.errors import ConfigError
 from crucible.kernels.cpu import (
     activation,
     embedding,
@@ -114,6 +115,8 @@ class CpuOps:
         return matrix
 
     def _empty(self, out_features: int, rows: int, k: int, quant: str) -> CpuMatrix:
+        if quant not in ("f32", "int8"):
+            raise ConfigError(f"quant {quant} needs device cuda; use int8 or f32 on a CPU")
         blocks = -(-rows // LANES)
         groups = -(-k // linear.GROUP) if quant == "int8" else 1
         return CpuMatrix(

@@ -31,6 +31,5 @@ def forward(weights: Weights, ops: Ops, batch: BatchView, cache: Any) -> FloatAr
         ops.project_add(mlp(h, layer.mlp_in), layer.mlp_out, x)
         if not pre:
             ops.norm(x, layer.mlp_norm, layer.mlp_norm_bias, out=x)
-    x = ops.take_rows(x, batch)
-    x = ops.norm(x, weights.final_norm, weights.final_norm_bias, out=x)
+    x = ops.norm(ops.take_rows(x, batch), weights.final_norm, weights.final_norm_bias)
     return ops.logits(x, weights.head, batch)

@@ -57,6 +57,9 @@ class Ops(Protocol):
     def pack(self, parts: Sequence[Projection], biases: Sequence[FloatArray] | None, quant: str) -> Matrix:
         """Packs projections [n_i, K] of one input, all float or all quantised, into one matrix of Σ n_i outputs."""
 
+    def pack_qkv(self, parts: Sequence[Projection], biases: Sequence[FloatArray] | None, quant: str) -> Matrix:
+        """``pack`` for q, k and v, in this order, as ``qkv`` reads them."""
+
     def pack_gated(self, gate: Projection, up: Projection, biases: Sequence[FloatArray] | None, quant: str) -> Matrix:
         """Packs the two projections of a SwiGLU, both float or both quantised, for ``swiglu``."""
 

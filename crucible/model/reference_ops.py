@@ -65,6 +65,9 @@ class ReferenceOps:
         bias = np.zeros(len(weight)) if biases is None else np.concatenate(biases).astype(np.float64)
         return ReferenceMatrix(exact, bias, len(weight))
 
+    def pack_qkv(self, parts: Sequence[Projection], biases: Sequence[FloatArray] | None, quant: str) -> ReferenceMatrix:
+        return self.pack(parts, biases, quant)
+
     def pack_gated(
         self, gate: Projection, up: Projection, biases: Sequence[FloatArray] | None, quant: str
     ) -> ReferenceMatrix:

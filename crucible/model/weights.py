@@ -152,7 +152,7 @@ def _load_layer(reader: _Reader, prefix: str, quant: str) -> LayerWeights:
     return LayerWeights(
         attention_norm=attention_norm,
         attention_norm_bias=attention_norm_bias,
-        qkv=ops.pack(matrices(*qkv_names), bias_vectors(biases.qkv, *qkv_names), quant),
+        qkv=ops.pack_qkv(matrices(*qkv_names), bias_vectors(biases.qkv, *qkv_names), quant),
         attention_output=ops.pack(
             matrices("self_attn.o_proj"), bias_vectors(biases.attention_output, "self_attn.o_proj"), quant
         ),

@@ -15,6 +15,7 @@ from crucible.engine.checks import suite
 from crucible.engine.checks.lab import Difference, Job, Lab, Trace, difference
 from crucible.engine.checks.suite import CHECKS, Outcome
 from crucible.errors import ConfigError
+from crucible.kernels.device import gpu_available
 from tests.checkpoints import make_checkpoint
 from tests.engine.toy import toy_cache, toy_config, toy_forward
 
@@ -31,7 +32,7 @@ def lab(checkpoint: Path) -> Lab:
     return Lab.load(checkpoint)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", [name for name in CHECKS if name != "graphs"])
 def test_a_real_model_passes(lab: Lab, name: str) -> None:
     outcomes = list(CHECKS[name](lab, 1, np.random.default_rng(1)))
     assert [outcome for outcome in outcomes if outcome.difference] == []
@@ -125,8 +126,9 @@ def test_only_what_can_never_fit_is_refused() -> None:
     assert suite.compare(lab, "c", [Job("a", (1,) * 30, SHORT)], traces) == Outcome("c", 1, 0)
 
 
-def test_there_is_no_gpu_yet(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="cuda is not available"):
+@pytest.mark.skipif(gpu_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="device cuda"):
         Lab.load(checkpoint, device="cuda")
 
 

@@ -243,6 +243,24 @@ def test_prompts_are_computed_one_a_step_without_batched_prefill() -> None:
         assert answers.tokens[name] == alone(prompt(4, ord(name)), GREEDY)[0]
 
 
+@pytest.mark.parametrize(("settings", "largest", "chunks"), [
+    ({"prefill": "serial"}, 1, 70 + 5 + 40), ({"chunked_prefill": False}, 70, 3), ({"prefill_budget": 256}, 70, 3),
+])  # fmt: skip
+def test_a_prompt_at_once_or_token_by_token(settings: dict[str, Any], largest: int, chunks: int) -> None:
+    runner = toy_runner(64, max_rows=4 + 256, max_sequences=4, context=256)
+    core = make_core(runner=runner, **{"prefill_budget": None, "batched_prefill": False, **settings})
+    seen = 0
+    for name, length in (("a", 70), ("b", 5), ("c", 40)):
+        core.add_request(name, prompt(length, ord(name)), GREEDY)
+    answers = Answers()
+    while core.has_work():
+        answers.take(core.step())
+        seen = max(seen, int(core.metrics()["last_prefill_chunk_tokens"]))
+    assert (seen, core.metrics()["prefill_chunks"]) == (largest, chunks)
+    for name, length in (("a", 70), ("b", 5), ("c", 40)):
+        assert answers.tokens[name] == alone(prompt(length, ord(name)), GREEDY)[0]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_request_without_finite_logits_fails_alone(bad: float, at: int) -> None:
@@ -482,5 +500,15 @@ def test_kv_memory_becomes_pages() -> None:
 def test_what_a_model_or_machine_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="context 1025 is above the model's 1024"):
         resolve_config(EngineConfig(context=1025), toy_config())
-    with pytest.raises(ConfigError, match="cuda is not available yet"):
-        resolve_config(EngineConfig(device="cuda"), toy_config())
+    with pytest.raises(ConfigError, match="quant f16 needs device cuda; use int8 or f32 on a CPU"):
+        resolve_config(EngineConfig(device="cpu", quant="f16"), toy_config())
+    assert resolve_config(EngineConfig(device="cuda", quant="f16"), toy_config()).quant == "f16"
+
+
+def test_ways_to_prefill_become_a_budget() -> None:
+    serial = resolve_config(EngineConfig(prefill="serial"), toy_config())
+    assert (serial.prefill_budget, serial.prefill) == (1, "auto")
+    whole = resolve_config(EngineConfig(chunked_prefill=False, context=700), toy_config())
+    assert (whole.prefill_budget, whole.batched_prefill, whole.chunked_prefill) == (700, False, True)
+    for config in (serial, whole):
+        assert resolve_config(config, toy_config()) == config

@@ -174,3 +174,27 @@ def test_an_id_in_use_is_refused() -> None:
         assert "in use" in answers[m.Rejected].message
         assert len(local.core.requests) == 1
         peer.close()
+
+
+def test_an_asynchronous_core_has_its_next_step_launched_before_clients_are_told() -> None:
+    with engine(start=False) as (local, client):
+        launched, may_publish = threading.Event(), threading.Event()
+
+        def launch() -> None:
+            launched.set()
+            may_publish.wait(5)
+
+        local.core.asynchronous, local.core.launch = True, launch  # type: ignore[method-assign]
+        local.loop.start()
+        assert client.wait_ready(5)
+        stream = iter(client.submit([1, 2, 3], params(2)))
+        assert launched.wait(5)
+        first: list[object] = []
+        reader = threading.Thread(target=lambda: first.append(next(stream)), daemon=True)
+        reader.start()
+        reader.join(0.05)
+        assert not first
+        may_publish.set()
+        reader.join(5)
+        assert isinstance(first[0], m.TokenEvent)
+        assert isinstance(list(stream)[-1], m.Finished)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from crucible.checkpoint import open_checkpoint, save_checkpoint
-from crucible.errors import CheckpointError
+from crucible.errors import CheckpointError, ConfigError
 from crucible.model.cpu_ops import CpuOps
 from crucible.model.weights import load_weights
-from tests.checkpoints import random_tensors, tiny_config
+from tests.checkpoints import make_checkpoint, random_tensors, tiny_config
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -39,3 +39,9 @@ def test_bytes_and_progress(quant: str, element: int, tmp_path: Path) -> None:
     rows = 128 + 2 * (128 + 64 + 128 + 64)
     groups = 2 if quant == "int8" else 1
     assert weights.nbytes == rows * 64 * element + rows * (2 * groups + 4)
+
+
+def test_weights_in_halves_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model")
+    with open_checkpoint(path) as checkpoint, pytest.raises(ConfigError, match="quant f16 needs device cuda; use int8"):
+        load_weights(checkpoint, CpuOps(checkpoint.config, 16), "f16")

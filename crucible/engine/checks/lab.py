@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from crucible.engine.core import EngineCore
 from crucible.engine.messages import Metrics
 from crucible.engine.model_runner import ModelRunner
 from crucible.engine.request import Request
-from crucible.errors import ConfigError, RequestError
+from crucible.errors import RequestError
+from crucible.kernels.problems import AttentionProblem
 from crucible.native.batch import pages_for
 
 Row = NDArray[np.float32]
 Forward = Callable[..., Any]
+Attend = Callable[[AttentionProblem, np.random.Generator], NDArray[Any]]
+LARGEST_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,10 @@ class Lab:
 
     make_cache(pages) allocates KV pages; one cache serves all engines, uncleared, so that each meets the rests of
     others: what was not written must not be read. threads: how many compute, unless a call says otherwise;
-    set_threads: tells the kernels.
+    set_threads: tells the kernels. make_runner: takes ModelRunner's arguments; ``forward`` is for ModelRunner.
+    poison: fills a cache with NaN. attend: ways to compute attention, by name, whose bits must be equal. eager:
+    arguments of make_runner that leave graphs out; replays: counts the graphs replayed. largest_batch: most requests
+    that a check should run at once.
     """
 
     def __init__(
@@ -82,12 +89,24 @@ class Lab:
         forward: Forward | None = None,
         threads: int | None = None,
         set_threads: Callable[[int | None], object] | None = None,
+        make_runner: Callable[..., Any] | None = None,
+        device: str = "cpu",
+        poison: Callable[[Any], None] | None = None,
+        attend: Mapping[str, Attend] | None = None,
+        eager: Mapping[str, Any] | None = None,
+        replays: Callable[[], int] = lambda: 0,
+        largest_batch: int = LARGEST_BATCH,
     ) -> None:
         self.config = config
         self.context = context
         self.metrics: Metrics = {}
-        self._weights, self._ops, self._make_cache, self._forward = weights, ops, make_cache, forward
+        self._weights, self._ops, self._make_cache = weights, ops, make_cache
         self._threads, self._set_threads = threads, set_threads
+        self._make_runner = make_runner or partial(ModelRunner, forward=forward)
+        self.device, self.largest_batch = device, largest_batch
+        self.attend, self.eager, self.replays = dict(attend or {}), dict(eager or {}), replays
+        self.step_rows: list[int] = []
+        self._poison = poison
         self._cache: Any = None
         self._cache_pages = 0
         self._alone: dict[tuple[tuple[int, ...], SamplingParams, int | None], Trace] = {}
@@ -103,25 +122,17 @@ class Lab:
         context: int = 1024,
     ) -> Lab:
         """The model directory ``path``; ``context`` is cut to the model's. Raises CheckpointError and ConfigError."""
-        if device == "cuda":
-            raise ConfigError("device cuda is not available yet; use device cpu or auto")
         from crucible.checkpoint import open_checkpoint  # heavy: loaded on use
-        from crucible.model.cpu_ops import CpuOps
-        from crucible.model.weights import load_weights
 
         with open_checkpoint(path) as checkpoint:
             context = min(context, checkpoint.config.context_length)
-            ops: Any = CpuOps(checkpoint.config, context, threads)
-            weights = load_weights(checkpoint, ops, quant)
-            return cls(
-                checkpoint.config,
-                weights,
-                ops,
-                ops.allocate_cache,
-                context=context,
-                threads=threads,
-                set_threads=ops.set_threads,
-            )
+            if device == "cuda":
+                from crucible.engine.checks.cuda_lab import cuda_lab
+
+                return cuda_lab(checkpoint, quant, context)
+            from crucible.engine.checks.cpu_lab import cpu_lab
+
+            return cpu_lab(checkpoint, quant, context, threads)
 
     def run(
         self,
@@ -132,20 +143,27 @@ class Lab:
         prefill_budget: int = 128,
         threads: int | None = None,
         shuffle: np.random.Generator | None = None,
+        poison: bool = False,
+        runner: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> dict[str, Trace]:
         """Serve ``jobs`` to the end by one engine; ``settings`` are EngineConfig's. The prefix cache is off unless set.
 
-        shuffle: hands pages out in random order. Raises RuntimeError when the page pool is not whole after any step.
-        ``metrics`` are the engine's last.
+        shuffle: hands pages out in random order. poison: NaN in all of the cache before. runner: arguments of
+        make_runner. Raises RuntimeError when the page pool is not whole after any step. ``metrics`` are the engine's
+        last, ``step_rows`` how many requests got a token in each step.
         """
         pages = kv_pages or sum(pages_for(len(job.token_ids) + job.max_tokens) for job in jobs) or 1
-        core = self._engine(pages, max_batch, prefill_budget, threads, settings, len(jobs))
+        core = self._engine(pages, max_batch, prefill_budget, threads, settings, len(jobs), runner or {})
+        if poison and self._poison is not None:
+            self._poison(self._cache)
         if shuffle is not None:
             shuffle_pages(core, shuffle)
         traces = {job.name: Trace() for job in jobs}
+        self.step_rows = []
 
         def note(requests: list[Request], rows: Row) -> None:
+            self.step_rows.append(len(requests))
             for request, row in zip(requests, rows, strict=True):
                 traces[request.request_id].logits.append(row.copy())
 
@@ -199,6 +217,7 @@ class Lab:
         threads: int | None,
         settings: dict[str, Any],
         jobs: int,
+        switches: Mapping[str, Any],
     ) -> EngineCore:
         if self._set_threads is not None:
             self._set_threads(threads or self._threads)
@@ -206,7 +225,7 @@ class Lab:
             self._cache, self._cache_pages = self._make_cache(pages), pages
         config = EngineConfig(
             **{
-                "device": "cpu",
+                "device": self.device,
                 "context": self.context,
                 "max_batch": max_batch,
                 "max_queue": jobs,
@@ -216,7 +235,7 @@ class Lab:
                 **settings,
             }
         )
-        runner = ModelRunner(
+        runner = self._make_runner(
             self._weights,
             self._ops,
             self._cache,
@@ -224,7 +243,7 @@ class Lab:
             max_sequences=max_batch,
             context=self.context,
             token_count=self.config.token_count,
-            forward=self._forward,
+            **switches,
         )
         return EngineCore(config, self.config, runner)
 

@@ -2,66 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from crucible.config import SamplingParams
+from crucible.engine.checks.device_checks import attention, graphs
 from crucible.engine.checks.lab import Difference, Job, Lab, Trace, difference
+from crucible.engine.checks.outcome import TEMPERATURES, TOP_KS, Check, Outcome, compare, ids, params
 from crucible.native.batch import pages_for
 
 LENGTHS = (1, 15, 16, 17, 33, 127, 128, 129, 511, 512, 513)
 """Around the ends of a page, and of the pieces in which attention walks the context."""
 
 CHUNKS = (7, 13, 17, 32, 64, 100, 128, 251, 256, 300)
-TEMPERATURES = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
-TOP_KS = (5, 20, 40, 100, 128, 129, 500)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One case: how many requests and rows of logits were compared, and the first difference if there is one."""
-
-    case: str
-    requests: int
-    rows: int
-    difference: Difference | None = None
-
-
-Check = Callable[[Lab, int, np.random.Generator], Iterator[Outcome]]
-
-
-def compare(lab: Lab, case: str, jobs: Sequence[Job], traces: dict[str, Trace]) -> Outcome:
-    """Each request that was accepted against what it gets alone."""
-    rows = 0
-    for job in jobs:
-        got = traces[job.name]
-        if got.reason == "refused":
-            continue
-        rows += len(got.logits)
-        if (found := difference(job.name, len(job.token_ids), lab.alone(job), got)) is not None:
-            return Outcome(case, len(jobs), rows, found)
-    return Outcome(case, len(jobs), rows)
-
-
-def ids(lab: Lab, random: np.random.Generator, length: int) -> tuple[int, ...]:
-    """A prompt of ``length`` random ids."""
-    return tuple(random.integers(0, lab.config.token_count, length).tolist())
-
-
-def params(random: np.random.Generator, max_tokens: int, *, sampled: bool) -> SamplingParams:
-    """Greedy, or a draw with random settings."""
-    if not sampled:
-        return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=float(random.choice(TEMPERATURES)),
-        top_k=int(random.choice(TOP_KS)),
-        seed=int(random.integers(0, 2**63)),
-        ignore_eos=True,
-    )
+LARGE_BATCHES = (32, 64, 128, 256)
+"""As far as the device has room for them."""
 
 
 def jobs_of(lab: Lab, random: np.random.Generator, count: int, longest: int, **places: Any) -> list[Job]:
@@ -108,6 +65,11 @@ def batch(lab: Lab, cases: int, random: np.random.Generator) -> Iterator[Outcome
             lab, random, count, 160, arrival=lambda i: i // 2, cancel=lambda i: i // 2 + 3 if i % 3 == 0 else None
         )
         yield compare(lab, f"{case}: {count} with cancellations", cancelled, lab.run(cancelled))
+    for count in LARGE_BATCHES:
+        if count <= lab.largest_batch:
+            lab.forget()
+            many = jobs_of(lab, random, count, 40)
+            yield compare(lab, f"{count} at once", many, lab.run(many, max_batch=count, prefill_budget=1024))
 
 
 def sampling(lab: Lab, cases: int, random: np.random.Generator) -> Iterator[Outcome]:
@@ -204,4 +166,6 @@ CHECKS: dict[str, Check] = {
     "prefill": prefill,
     "packed": packed,
     "prefix": prefix,
+    "graphs": graphs,
+    "attention": attention,
 }

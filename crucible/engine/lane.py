@@ -1,0 +1,42 @@
+"""Lane: the page-locked host memory of one step on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from crucible.engine.batch import Batch
+from crucible.native.batch import pages_for
+
+TILE_ROWS = 64  # most rows of an attention tile (cuda/attention_prefill.cu)
+
+
+class Lane:
+    """A step's batch, which one copy takes to the device, and the tokens that come back.
+
+    tile_first, tile_rows: prompt rows as attention tiles; top_ks: candidates of each row. All lie in the batch's spare.
+    """
+
+    def __init__(self, device: Any, max_rows: int, max_sequences: int, context: int) -> None:
+        tiles = max_rows  # a tile a row at worst: prompts of one token
+        self.batch = Batch(
+            max_rows,
+            max_sequences,
+            pages_for(context),
+            spare=2 * tiles + max_sequences,
+            allocate=lambda count: device.pinned(count, np.int32),
+        )
+        self.batch.memory[:] = 0
+        self.tile_first, self.tile_rows, self.top_ks = np.split(self.batch.spare, [tiles, 2 * tiles])
+        self.tokens = device.pinned(max_sequences, np.int32)
+
+    def cut(self, decode_rows: int) -> int:
+        """Prompt rows as attention tiles of at most TILE_ROWS rows of one sequence. Returns how many there are."""
+        tiles = 0
+        for first, end in zip(self.batch.sequence_starts[decode_rows:-1], self.batch.sequence_starts[decode_rows + 1 :],
+                              strict=True):  # fmt: skip
+            for row in range(first, end, TILE_ROWS):
+                self.tile_first[tiles], self.tile_rows[tiles] = row, min(TILE_ROWS, end - row)
+                tiles += 1
+        return tiles
