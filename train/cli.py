@@ -1,7 +1,6 @@
-"""The ``crucible-train`` command: one table of commands, one place that turns errors into one line and an exit code.
+"""The ``crucible-train`` command: one table of commands; exit codes are crucible.command_errors', and 143 terminated.
 
-Exit codes: 0 done, 2 an error with one line on standard error, 130 interrupted, 141 the reader of our output is gone,
-143 terminated. Each command is a module with HELP, ``add_arguments(parser)`` and ``run(args)``, imported when it is the
+Each command is a module with HELP, ``add_arguments(parser)`` and ``run(args)``, imported when it is the
 one asked for; what is heavy (PyTorch) is imported in ``run``.
 """
 
@@ -9,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from types import ModuleType
 from typing import NoReturn
 
 from crucible import __version__
-from crucible.errors import CrucibleError
+from crucible.command_errors import ERROR, run_command
 
 COMMANDS = {
     "prepare": "crucible_train.prepare_command",
@@ -36,9 +33,6 @@ COMMANDS = {
 }
 
 PROGRAM = "crucible-train"
-ERROR = 2
-INTERRUPTED = 130
-BROKEN_PIPE = 141
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,30 +46,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code. Bad input never becomes a traceback."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        try:
-            module, args = _parse(words)
-        except SystemExit:  # --help, --version, usage errors
-            _flush()
-            raise
-        code: int = module.run(args) or 0
-        _flush()  # here, so that a reader that is gone is noticed below and not at interpreter exit
+    """Runs one command line and returns its exit code."""
+
+    def command() -> int | None:
+        module, args = _parse(list(sys.argv[1:] if arguments is None else arguments))
+        code: int | None = module.run(args)
         return code
-    except CrucibleError as error:
-        return fail(str(error))
-    except KeyboardInterrupt:
-        _discard_output()
-        return INTERRUPTED
-    except BrokenPipeError:
-        _discard_output()
-        return BROKEN_PIPE
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return fail(f"{where}{error.strerror or error}")
-    except MemoryError as error:
-        return fail(f"not enough memory{f': {error}' if str(error) else ''}")
+
+    return run_command(PROGRAM, command)
 
 
 def _parse(words: list[str]) -> tuple[ModuleType, argparse.Namespace]:
@@ -105,29 +83,6 @@ def _command_list() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {importlib.import_module(module).HELP}" for name, module in COMMANDS.items()]
     return "\n".join(["commands:", *lines])
-
-
-def _flush() -> None:
-    if sys.stdout is not None:
-        sys.stdout.flush()
-
-
-def _discard_output() -> None:
-    """Writes what is buffered, or lets go of it where it cannot be written: the interpreter would complain at exit."""
-    try:
-        _flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def fail(message: str) -> int:
-    """Prints ``message`` as the one line of an error."""
-    _discard_output()
-    line = " ".join(message.split())
-    if sys.stderr is not None:  # None: closed; print would then take standard output
-        with suppress(OSError):
-            print(f"{PROGRAM}: error: {line}", file=sys.stderr, flush=True)
-    return ERROR
 
 
 if __name__ == "__main__":
