@@ -38,9 +38,10 @@ def run(args: argparse.Namespace) -> int:
 def report(directory: Path, out: Path, alpha: float = 0.05, metric: str = METRICS[0], figures: bool = True) -> int:
     """Analyses the study at ``directory``, prints the table and writes RESULTS.md and figures/ to ``out``."""
     from crucible_train.analysis import analyze
+    from crucible_train.files import write_atomically
     from crucible_train.results_table import plain_table, results_markdown
     from crucible_train.study_design import CONTROL
-    from crucible_train.study_runs import load_study, losses_of, planned_seeds, write_atomically
+    from crucible_train.study_runs import load_study, losses_of, planned_seeds
 
     study = load_study(directory)
     if study is None:

@@ -38,7 +38,7 @@ class BudgetRow:
     epochs: float | None
 
 
-def budget(throughput: Mapping[str, float], hours: float, data_tokens: int | None = None) -> list[BudgetRow]:
+def budget(throughput: Mapping[str, float], hours: float, data_tokens: float | None = None) -> list[BudgetRow]:
     """A row a preset of ``throughput`` (preset → tokens/s), smallest model first.
 
     ``data_tokens``: size of the training data, for the number of epochs. Raises TrainingError for a value that is not
@@ -91,5 +91,8 @@ def run_throughput(place: Path) -> tuple[str, float] | None:
     except (CheckpointError, OSError, ValueError, KeyError):
         return None
     nested = config.get("run")
-    preset = config.get("preset") or (nested.get("preset") if isinstance(nested, dict) else None)
+    run = nested if isinstance(nested, dict) else config
+    if run.get("init_from") is not None:  # then the architecture is not the preset's
+        return None
+    preset = run.get("preset")
     return (preset, statistics.median(speeds)) if preset in PRESETS and speeds else None

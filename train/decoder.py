@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         if self.residual == "compute" and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         rope = (self.cos[:length], self.sin[:length]) if self.rotary else None
-        bias = alibi_bias(self.slopes, length, torch.float32) if self.alibi else None
+        bias = alibi_bias(self.slopes, length) if self.alibi else None
         for layer in self.layers:
             x = layer(x, rope, bias)
         result: Tensor = self.norm(x)

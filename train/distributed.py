@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from crucible.errors import CrucibleError
 from crucible_train.errors import TrainingError
 
 
@@ -49,15 +50,16 @@ class Workers:
         return values
 
     def agree(self, work: Any) -> Any:
-        """The result of ``work()`` on rank 0, on every process; its CrucibleError is raised on every process."""
-        from crucible.errors import CrucibleError
-
+        """The result of ``work()`` on rank 0, on every process; what goes wrong there is raised on every process."""
         result, failure = None, None
         if self.is_main:
             try:
                 result = work()
             except CrucibleError as error:
                 failure = str(error)
+            except OSError as error:  # a full disk, for instance: the others would wait for ever
+                where = f"{error.filename}: " if error.filename is not None else ""
+                failure = f"{where}{error.strerror or error}"
         result, failure = self.broadcast((result, failure))
         if failure is not None:
             raise TrainingError(failure)
@@ -85,6 +87,8 @@ def workers(device_name: str) -> Iterator[Workers]:
     NCCL connects GPUs, gloo CPUs. Without that environment: one process and no group.
     """
     rank, world, local_rank = (_from_environment(name, low) for name, low in _VARIABLES.items())
+    if rank >= world:
+        raise TrainingError(f"RANK {rank} must be below WORLD_SIZE {world}, as torchrun sets them")
     device = choose_device(device_name, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -93,7 +97,11 @@ def workers(device_name: str) -> Iterator[Workers]:
         return
     own = not dist.is_initialized()
     if own:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
+        except (ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise TrainingError(f"the {world} processes cannot meet ({reason}); start them with torchrun") from None
     try:
         yield Workers(rank, world, device)
     finally:

@@ -146,10 +146,16 @@ def _document_ends(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _json_documents(block: Block, data: bytes, text_field: str) -> Iterator[tuple[str, int]]:
-    row: Any = msgspec.defstruct("Row", [("text", str)], rename={"text": text_field})
-    decoder = msgspec.json.Decoder(row)
+    try:
+        row: Any = msgspec.defstruct("Row", [("text", str)], rename={"text": text_field})
+        decoder = msgspec.json.Decoder(row)
+    except ValueError:  # a name with a quote or backslash in it
+        decoder = None
     for number, line in enumerate(data.split(b"\n"), block.line):
         if not line.strip():
+            continue
+        if decoder is None:
+            yield _json_text(line, text_field, f"{block.source}:{number}"), number
             continue
         try:
             yield decoder.decode(line).text, number

@@ -11,9 +11,7 @@ import torch
 
 from crucible_train.distributed import Workers
 from crucible_train.shards import TokenDataset
-
-IGNORED = -1
-"""Target that is no token: padding."""
+from crucible_train.softmax import IGNORED
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(tokens [batch, context], targets [batch, context]) → summed loss in nats."""
@@ -21,7 +19,10 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Score:
-    """Mean loss in nats a token; bits per byte of the text, None where the bytes are unknown."""
+    """Mean loss in nats a token; bits per byte of the text, None where the bytes are unknown.
+
+    A byte's share of a token is that of the whole split, also where only some of its windows are looked at.
+    """
 
     loss: float
     bits_per_byte: float | None

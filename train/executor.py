@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from crucible_train.errors import TrainingError
+from crucible_train.files import locked
 from crucible_train.study_design import PlannedRun
 
 TRAINER = (sys.executable, "-m", "crucible_train.cli", "train")
 LOGS = "logs"
-LOCK = ".lock"
 TAIL_BYTES = 8192
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -94,15 +94,9 @@ def dies_with_parent() -> Callable[[], None] | None:
     return lambda: prctl(DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0) and None
 
 
-def take_lock(directory: Path) -> IO[bytes]:
-    """The lock of the study at ``directory``, held until the file is closed. Raises TrainingError when it is taken."""
-    file = (directory / LOCK).open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise TrainingError(f"{directory}: another sweep is at work there; wait for it or end it") from None
-    return file
+def take_lock(directory: Path) -> AbstractContextManager[int]:
+    """The lock of the study at ``directory``. Raises TrainingError, when entered, if it is taken."""
+    return locked(directory, "another sweep is at work there; wait for it or end it")
 
 
 def check_jobs(jobs: int) -> None:

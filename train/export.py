@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from crucible.checkpoint import CONFIG_NAME, expected_tensors
+from crucible.checkpoint import CONFIG_NAME
 from crucible.config.model import serialise_model_config
-from crucible.importers.hf import WEIGHTS_NAME
-from crucible.safetensors_file import write_safetensors
 from crucible.tokenizer import VOCABULARY_FILE
-from crucible_train.export_source import TEMPLATE_FILE, open_source, stored_dtype
+from crucible_train.export_source import TEMPLATE_FILE, open_source, stored_dtype, write_model
 from crucible_train.export_target import export_directory
 
 
@@ -24,20 +22,11 @@ def export_native(
     """
     target = Path(target)
     with open_source(source, which) as opened:
-        checkpoint = opened.checkpoint
         files = {CONFIG_NAME: serialise_model_config(opened.config)}
         if opened.vocabulary is not None:
             files[VOCABULARY_FILE] = opened.vocabulary.to_bytes()
         if opened.chat_template is not None:
             files[TEMPLATE_FILE] = opened.chat_template.encode()
         with export_directory(target, opened.path) as directory:
-            write_safetensors(
-                directory / WEIGHTS_NAME,
-                expected_tensors(opened.config),
-                ((name, checkpoint.read(name)) for name in checkpoint.names()),
-                dtype=stored_dtype(checkpoint, dtype),
-                metadata={"format": "pt"},
-            )
-            for name, content in files.items():
-                (directory / name).write_bytes(content)
+            write_model(directory, opened, stored_dtype(opened.checkpoint, dtype), files)
     return target

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crucible.checkpoint import CONFIG_NAME, expected_tensors
+from crucible.checkpoint import CONFIG_NAME
 from crucible.config.model import ModelConfig
-from crucible.importers.hf import WEIGHTS_NAME
-from crucible.safetensors_file import write_safetensors
 from crucible.tokenizer import JSON_FILE
 from crucible_train.errors import TrainingError
-from crucible_train.export_source import TEMPLATE_FILE, ExportSource, open_source, rounded_reader, stored_dtype
+from crucible_train.export_source import (
+    TEMPLATE_FILE,
+    ExportSource,
+    open_source,
+    rounded_reader,
+    stored_dtype,
+    write_model,
+)
 from crucible_train.export_target import export_directory
 from crucible_train.export_tokenizer import check_same, tokenizer_json, tokenizer_settings
 from crucible_train.plain_llama import require_plain_llama
@@ -46,17 +51,8 @@ def export_hf(source: str | Path, target: str | Path, *, dtype: str | None = Non
         files[CONFIG_NAME] = _json(llama_config(opened.config, dtype))
         files["generation_config.json"] = _json(generation_config(opened.config))
         with export_directory(target, opened.path) as directory:
-            checkpoint = opened.checkpoint
-            write_safetensors(
-                directory / WEIGHTS_NAME,
-                expected_tensors(opened.config),
-                ((name, checkpoint.read(name)) for name in checkpoint.names()),
-                dtype=dtype,
-                metadata={"format": "pt"},
-            )
-            for name, content in files.items():
-                (directory / name).write_bytes(content)
-            verify(directory, opened.config, rounded_reader(checkpoint, dtype))
+            write_model(directory, opened, dtype, files)
+            verify(directory, opened.config, rounded_reader(opened.checkpoint, dtype))
     return target
 
 

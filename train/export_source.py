@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -11,19 +11,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from crucible.checkpoint import Checkpoint, check_finite, open_checkpoint
+from crucible.checkpoint import Checkpoint, check_finite, expected_tensors, open_checkpoint
 from crucible.config.model import ModelConfig
 from crucible.errors import CheckpointError, TokenizerError
+from crucible.importers.hf import WEIGHTS_NAME
 from crucible.json_file import read_json
 from crucible.model_text import check_vocabulary
-from crucible.safetensors_file import to_bfloat16, to_float32
+from crucible.safetensors_file import to_bfloat16, to_float32, write_safetensors
 from crucible.tokenizer import JSON_FILE, VOCABULARY_FILE, Tokenizer
 from crucible.vocabulary import Vocabulary
 from crucible_train.errors import TrainingError
+from crucible_train.export_options import DTYPES
+from crucible_train.vocabularies import SEPARATOR
 
-SEPARATOR = "<|endoftext|>"
 CHECKPOINTS = ("best", "last")
-DTYPES = ("float32", "bfloat16", "float16")
 TEMPLATE_FILE = "chat_template.jinja"
 
 
@@ -106,6 +107,20 @@ def with_separator(config: ModelConfig, vocabulary: Vocabulary | None) -> ModelC
 def stored_dtype(checkpoint: Checkpoint, asked: str | None) -> str:
     """The type to store weights in: ``asked``, else the checkpoint's own where the exports have it, else float32."""
     return asked or (checkpoint.dtype if checkpoint.dtype in DTYPES else "float32")
+
+
+def write_model(directory: Path, opened: ExportSource, dtype: str, files: Mapping[str, bytes]) -> None:
+    """The weights of ``opened`` as ``dtype``, and ``files`` beside them, in an empty directory."""
+    checkpoint = opened.checkpoint
+    write_safetensors(
+        directory / WEIGHTS_NAME,
+        expected_tensors(opened.config),
+        ((name, checkpoint.read(name)) for name in checkpoint.names()),
+        dtype=dtype,
+        metadata={"format": "pt"},
+    )
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
 
 
 def rounded_reader(checkpoint: Checkpoint, dtype: str) -> Callable[[str], NDArray[np.float32]]:

@@ -157,8 +157,8 @@ def tokenizer_settings(vocabulary: Vocabulary, context: int, bos: int | None, eo
 def tiktoken_ranks(vocabulary: Vocabulary) -> bytes:
     """tiktoken's rank file: a line of base64 and rank for each ordinary token; special tokens are not in it.
 
-    Raises TrainingError where merging by rank would not give our ids: other merges, a normaliser, or ``smollm``'s
-    digits are fine for tiktoken only with the same rule.
+    tiktoken must be given the same pre-tokenizer. Raises TrainingError where merging by rank would not give our ids:
+    for other merges, a normaliser or added tokens.
     """
     if vocabulary.nfc or vocabulary.added:
         raise TrainingError("a vocabulary with a normaliser or added tokens has no tiktoken form; use tokenizer.json")

@@ -13,6 +13,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from crucible_train.errors import TrainingError
+
 Scales = Literal["row", "row-after", "tensor"]
 """Scales of activations and gradients: one a row, applied inside the product or to its result; or one a tensor."""
 SCALES: Final[dict[str, Scales]] = {"fp8": "row", "fp8-after": "row-after", "fp8-tensor": "tensor"}
@@ -22,6 +24,15 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 MULTIPLE = 16
 """Both dimensions of the second operand must be multiples of this (cuBLAS)."""
+CAPABILITY = (8, 9)
+"""The first compute capability with FP8 tensor cores (Ada)."""
+
+
+def require(device: torch.device) -> None:
+    """Raises TrainingError for a GPU without FP8 tensor cores; a CPU does the same arithmetic slowly."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise TrainingError(f"matmul fp8 needs a GPU of sm_89 or later, this one is sm_{major}{minor}; use matmul bf16")
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

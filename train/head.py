@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from crucible_train import fp8, kernels
-from crucible_train.softmax import GRADIENT_SCALE, loss_and_gradient, once
+from crucible_train.softmax import GRADIENT_SCALE, loss_and_gradient, maybe_compiled
 
 
 class Head:
@@ -44,8 +44,8 @@ class Fp8Head(Head):
 
     def __init__(self, hidden: Tensor, weight: Tensor) -> None:
         self.hidden, self.dtype = hidden, hidden.dtype
-        self.weight, self.columns, self.scale = once(_quantise_weight, weight.is_cuda)(weight)
-        self.hidden8, self.hidden_scale = once(_quantise, hidden.is_cuda)(hidden)
+        self.weight, self.columns, self.scale = maybe_compiled(_quantise_weight, weight.is_cuda)(weight)
+        self.hidden8, self.hidden_scale = maybe_compiled(_quantise, hidden.is_cuda)(hidden)
         self.gradient_scale = torch.full((), 1 / GRADIENT_SCALE, device=weight.device)
 
     def logits(self, rows: slice) -> Tensor:

@@ -22,9 +22,6 @@ from crucible_train.shards import TokenDataset
 if TYPE_CHECKING:
     import torch
 
-IGNORED = -1
-"""The target of a position that does not count."""
-
 
 class WindowOrder:
     """Where the sequences of a run begin: a function of (seed, sequence number) alone, on every machine."""
@@ -169,33 +166,3 @@ class BatchLoader:
         array = both.numpy()
         array[0], array[1] = ids[:, :-1], ids[:, 1:]
         return both
-
-
-def evaluation_batches(
-    dataset: TokenDataset,
-    batch: int,
-    context: int,
-    *,
-    max_tokens: int | None = None,
-    rank: int = 0,
-    world: int = 1,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The first ``max_tokens`` targets of a split in order, each once: int64 [batch, context] on the CPU.
-
-    All batches have the same shape; what is too much has the target IGNORED. Ranks take batches in turn. Raises
-    TrainingError for a split of fewer than 2 tokens.
-    """
-    import torch
-
-    dataset.require(1)
-    targets = dataset.token_count - 1
-    if max_tokens is not None:
-        targets = min(targets, max_tokens)
-    for first in range(rank * batch * context, targets, world * batch * context):
-        count = min(batch * context, targets - first)
-        ids = dataset.read(first, count + 1)
-        both = np.zeros((2, batch * context), np.int64)
-        both[1] = IGNORED
-        both[0, :count], both[1, :count] = ids[:-1], ids[1:]
-        tensor = torch.from_numpy(both.reshape(2, batch, context))
-        yield tensor[0], tensor[1]

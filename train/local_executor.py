@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,8 @@ class LocalExecutor:
         self._trainer = tuple(trainer)
         self._slots = dict.fromkeys(gpus or (CPU,), jobs)
         self._children: dict[str, _Child] = {}
-        self._lock = take_lock(directory)
+        self._open = ExitStack()
+        self._lock = self._open.enter_context(take_lock(directory))
 
     def room(self) -> bool:
         return any(self._slots.values())
@@ -60,7 +62,7 @@ class LocalExecutor:
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # Ctrl-C reaches the sweep alone, which passes it on once
-                pass_fds=(self._lock.fileno(),),
+                pass_fds=(self._lock,),
                 preexec_fn=dies_with_parent(),
             )
         self._slots[gpu] -= 1
@@ -92,7 +94,7 @@ class LocalExecutor:
             while self._children and time.monotonic() < end:
                 self._reap()
                 time.sleep(POLL)
-        self._lock.close()
+        self._open.close()
 
 
 def visible_gpus() -> list[str]:

@@ -11,7 +11,6 @@ from crucible_train.errors import TrainingError
 VERSION = 1
 SPLITS = ("train", "val")
 MANIFEST_FILE = "manifest.json"
-VOCABULARY_FILE = "tokenizer.vocab"
 
 
 class ShardInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from crucible_train.distributed import Workers
-from crucible_train.linear import Linear, Projections
 from crucible_train.muon import Muon
 from crucible_train.sharding import STEP, Sharding, State
 
@@ -37,7 +36,7 @@ class Optimizer:
         weight_decay: float,
         sharded: bool = False,
     ) -> None:
-        """muon: the parameters that Muon takes, with the rows of the matrices fused in each (hidden_matrices)."""
+        """muon: the parameters that Muon takes, with the rows of the matrices fused in each (tensors.matrix_rows)."""
         self._named = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         self._muon = frozenset(muon)
         self._sharding = Sharding(self._named, workers) if sharded and workers.world > 1 else None
@@ -89,17 +88,6 @@ class Optimizer:
         for optimizer, items in self._optimizers:
             state = {index: dict(saved[name]) for index, (name, _) in enumerate(items)}
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def hidden_matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The projections' weights by name, with the rows of each matrix that is fused in them: what Muon is for."""
-    rows: dict[str, tuple[int, ...]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Projections) and module.fused:
-            rows[f"{name}.parts.0.weight"] = module.outputs
-        elif isinstance(module, Linear):
-            rows.setdefault(f"{name}.weight", (module.weight.shape[0],))
-    return rows
 
 
 def _group(items: Named, decay: float) -> dict[str, Any]:

@@ -50,9 +50,9 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(powers(whole) + powers(2 * whole)[0::2][: num_heads - whole], dtype=torch.float32)
 
 
-def alibi_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """What is added to attention scores [heads, T, T]: slope · (key − query), minus infinity for keys to come."""
+def alibi_bias(slopes: Tensor, length: int) -> Tensor:
+    """Added to attention scores, float32 [heads, T, T]: slope · (key − query), minus infinity for keys to come."""
     place = torch.arange(length, device=slopes.device)
     distance = place[None, :] - place[:, None]
     bias = slopes[:, None, None] * distance
-    return bias.masked_fill(distance > 0, -math.inf).to(dtype)
+    return bias.masked_fill(distance > 0, -math.inf)

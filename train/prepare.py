@@ -18,23 +18,23 @@ from pathlib import Path
 
 import msgspec
 
+from crucible.tokenizer import VOCABULARY_FILE
 from crucible.vocabulary import Vocabulary
 from crucible_train.documents import SPLIT_RULE, Encoded, EncodeJob
 from crucible_train.encoder_pool import EncoderPool
 from crucible_train.errors import TrainingError
-from crucible_train.files import write_atomically
+from crucible_train.files import locked, write_atomically
 from crucible_train.manifest import (
     MANIFEST_FILE,
     SPLITS,
     VERSION,
-    VOCABULARY_FILE,
     Manifest,
     Settings,
     SourceInfo,
     SplitInfo,
 )
-from crucible_train.prepare_state import STATE_FILE, State, begin, locked
-from crucible_train.progress import Progress
+from crucible_train.prepare_progress import PrepareProgress
+from crucible_train.prepare_state import STATE_FILE, State, begin
 from crucible_train.shard_writer import ShardWriter
 from crucible_train.shards import token_dtype
 from crucible_train.sources import BLOCK_BYTES, DOCUMENT_BYTES, Source, find_sources
@@ -94,7 +94,7 @@ def prepare(
     )
     separated_by = separator_id(chosen, separator)
     directory = Path(out)
-    with locked(directory):
+    with locked(directory, "another prepare is writing there; wait for it"):
         state = begin(directory, settings, sources, restart)
         if isinstance(state, Manifest):
             return state
@@ -147,7 +147,7 @@ class Preparation:
         done = sum(source.size for source in self._sources[: len(self._state.sources)])
         total = sum(source.size for source in self._sources)
         limit = self._state.settings.limit_tokens
-        with Progress(progress, total, limit, self._state.tokens) as bar, EncoderPool(processes) as pool:
+        with PrepareProgress(progress, total, limit, self._state.tokens) as bar, EncoderPool(processes) as pool:
             try:
                 saved = time.monotonic()
                 for sent in self._ahead(pool) if not self._enough() else ():
@@ -156,7 +156,7 @@ class Preparation:
                         done += self._sources[sent.source].size
                     else:
                         self._take(pool.result(sent.result))
-                        bar.show(self._state.tokens, done + sent.position)
+                        bar.update(self._state.tokens, done + sent.position)
                         if self._enough():
                             self._end_source()
                             break

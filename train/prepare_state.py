@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,28 +38,6 @@ class State(msgspec.Struct):
     @property
     def tokens(self) -> int:
         return sum(split.tokens for split in self.splits.values())
-
-
-class locked:
-    """Makes a directory and holds it: a second prepare of the same one is refused."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def __enter__(self) -> None:
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrainingError(f"{self._directory}: {error.strerror}") from None
-        self._handle = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._handle)
-            raise TrainingError(f"{self._directory}: another prepare is writing there; wait for it") from None
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
 
 
 def begin(directory: Path, settings: Settings, sources: Sequence[Source], restart: bool) -> State | Manifest:

@@ -167,16 +167,6 @@ def parameter_counts(config: ModelConfig) -> Counts:
     return Counts(total=parameter_count(shapes), embedding=parameter_count(tables))
 
 
-def is_plain_llama(config: ModelConfig) -> bool:
-    """Whether other software's Llama is this model: rope, swiglu, rmsnorm before each half, no positions table."""
-    return (
-        isinstance(config.position, Rope)
-        and config.activation == "swiglu"
-        and config.norm.type == "rmsnorm"
-        and config.norm.placement == "pre"
-    )
-
-
 def _check_choice(what: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         raise TrainingError(f"{what} must be one of {', '.join(choices)}, got {value!r}")

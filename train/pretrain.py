@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -40,9 +41,9 @@ def pretrain(config: RunConfig, *, resume: bool = False, quiet: bool = False) ->
     when the loss is no number any more.
     """
     config.check()
-    with workers(config.device) as group, StopSignal() as stop:
-        start = start_run(config, group, resume=resume)
-        progress = RunProgress(start=start.state.step, steps=config.steps, enabled=group.is_main and not quiet)
+    with workers(config.device) as group, StopSignal() as stop, ExitStack() as held:
+        start = start_run(config, group, held, resume=resume)
+        progress = RunProgress(start=start.state.step, steps=config.steps, shown=group.is_main and not quiet)
         for note in start.notes:
             progress.say(note)
         finished = read_result(start.directory.path) if start.state.step == config.steps else None

@@ -145,7 +145,8 @@ class Probe:
         from crucible_train.transformer import Transformer
 
         self._config, self._device, self._steps = config, device, steps
-        self._model = Transformer(config, matmul=matmul).to(device)
+        # As train does it: --matmul is the head's too.
+        self._model = Transformer(config, matmul=matmul, head_matmul=matmul).to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)
         self._loss = torch.compile(self._model.loss, dynamic=False) if compiled else self._model.loss
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)

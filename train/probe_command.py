@@ -28,18 +28,17 @@ def run(args: argparse.Namespace) -> int:
 
     for name in ("context_length", "vocabulary_size", "memory_gb", "steps"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise TrainingError(f"--{name.replace('_', '-')} must be positive, got {value}")
+        if value is not None and not 0 < value < float("inf"):  # NaN fails too
+            raise TrainingError(f"--{name.replace('_', '-')} must be a positive number, got {value}")
     config = model_config(args.preset, vocab_size=args.vocabulary_size, context_length=args.context_length)
     import torch
 
+    from crucible_train.distributed import choose_device
     from crucible_train.probe import Probe, capacity_bytes, decide, search
+    from crucible_train.run_start import compute_dtype
 
-    kind = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise TrainingError("--device cuda: PyTorch finds no GPU here")
-    device = torch.device(kind)
-    bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and kind == "cuda")
+    device = choose_device(args.device)
+    bfloat16 = compute_dtype(args.dtype, device) is torch.bfloat16
     capacity = int(args.memory_gb * 1e9) if args.memory_gb is not None else capacity_bytes(device)
     probe = Probe(config, device, bfloat16=bfloat16, matmul=args.matmul, compiled=args.compile, steps=args.steps)
     points = search(probe, capacity, start=args.start, largest=args.max_batch)
@@ -52,5 +51,6 @@ def run(args: argparse.Namespace) -> int:
     if decision.batch is None:
         raise TrainingError(f"not even batch {points[0].batch} is useful here: {decision.faults[points[0].batch]}")
     tokens = decision.batch * config.context_length
-    print(f"largest useful batch: {decision.batch} ({tokens:,} tokens a micro-batch of {args.preset})")
+    more = "" if decision.faults else "; the last one tried, --max-batch goes further"
+    print(f"largest useful batch: {decision.batch} ({tokens:,} tokens a micro-batch of {args.preset}{more})")
     return 0

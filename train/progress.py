@@ -1,49 +1,75 @@
-"""The progress line of ``prepare`` on standard error."""
+"""Progress on standard error: a tqdm bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Tokens, tokens a second and the share of the input read; nothing at all unless ``shown``.
+    """Shows how much of ``total`` (None: unknown) is done; nothing at all unless ``shown``.
 
-    Where standard error is a terminal this is a tqdm bar, elsewhere a line every ten seconds.
+    ``at_once``: the first line does not wait for LINE_SECONDS. ``unit_scale``: the bar counts in k, M, G.
     """
 
-    def __init__(self, shown: bool, total_bytes: int, limit_tokens: int | None, before: int = 0) -> None:
-        """``before``: tokens that an earlier run wrote."""
-        self._shown = shown
-        self._limit = limit_tokens
-        self._total = total_bytes
-        self._started = self._printed = time.monotonic()
-        self._before = before
+    def __init__(
+        self,
+        *,
+        shown: bool,
+        total: int | None,
+        initial: int = 0,
+        unit: str,
+        unit_scale: bool = False,
+        at_once: bool = False,
+    ) -> None:
+        self._stream = sys.stderr
+        self._shown = shown and self._stream is not None
+        self._began = time.monotonic()
+        self._printed = float("-inf") if at_once else self._began
         self._bar = None
-        if shown and sys.stderr is not None and sys.stderr.isatty():
+        if self._shown and self._stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=limit_tokens or total_bytes or None, unit=_unit(limit_tokens), unit_scale=True)
+            self._bar = tqdm(
+                total=total, initial=initial, unit=unit, unit_scale=unit_scale, file=self._stream, dynamic_ncols=True
+            )
 
-    def show(self, tokens: int, position: int) -> None:
-        """``tokens`` are written, ``position`` bytes of the input are read."""
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.monotonic() - self._began
+
+    def show(self, done: int, figures: str, line: Callable[[], str], *, last: bool = False) -> None:
+        """``done`` of the total: the bar with ``figures`` behind it, or ``line()`` when one is due or ``last``."""
         if not self._shown:
             return
-        now = time.monotonic()
-        rate = (tokens - self._before) / max(now - self._started, 1e-9)
-        text = f"{tokens / 1e6:.1f} M tokens, {rate / 1e6:.2f} M tokens/s"
-        done = tokens if self._limit else position
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_postfix_str(figures, refresh=False)
             self._bar.update(done - self._bar.n)
-        elif now - self._printed > LINE_SECONDS and sys.stderr is not None:
-            self._printed = now
-            total = self._limit or self._total
-            share = f", {min(done / total, 1):.0%}" if total else ""
-            print(f"prepare: {text}{share}", file=sys.stderr, flush=True)
+        elif last or time.monotonic() - self._printed >= LINE_SECONDS:
+            self._printed = time.monotonic()
+            self.say(line())
+
+    def say(self, line: str) -> None:
+        """A line of its own."""
+        if not self._shown:
+            return
+        if self._bar is not None:
+            self._bar.write(line, file=self._stream)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def warn(self, line: str) -> None:
+        """A line that cannot be overlooked."""
+        self.say(f"*** WARNING: {line} ***")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
     def __enter__(self) -> Progress:
         return self
@@ -51,9 +77,12 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self.close()
 
 
-def _unit(limit_tokens: int | None) -> str:
-    return " tokens" if limit_tokens else "B"
+def duration(seconds: float) -> str:
+    """``seconds`` as 45 s, 12 min or 3 h 05 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"

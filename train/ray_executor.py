@@ -12,11 +12,13 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import socket
 import subprocess
 import tarfile
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +52,19 @@ def cluster(address: str) -> Any:
         raise TrainingError("--executor ray needs Ray: pip install 'crucible-lm[cluster]'") from None
     if not ray.is_initialized():
         try:
+            _knock(address)
             ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TrainingError(f"no Ray cluster at {address!r} ({first}); start one with: ray start --head") from None
     return ray
+
+
+def _knock(address: str) -> None:
+    """OSError unless something listens at an ``address`` of the form host:port: Ray itself tries for many minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
 
 
 class RayExecutor:
@@ -76,7 +86,8 @@ class RayExecutor:
         trainer: Sequence[str] = TRAINER,
     ) -> None:
         check_jobs(jobs)
-        self._lock = take_lock(directory)
+        self._open = ExitStack()
+        self._open.enter_context(take_lock(directory))
         self._ray = cluster(address)
         self._directory = directory.resolve()
         self._shared = shared
@@ -132,7 +143,7 @@ class RayExecutor:
         if self._running:
             self._ray.wait(list(self._running), num_returns=len(self._running), timeout=30.0)
         self._running.clear()
-        self._lock.close()
+        self._open.close()
 
 
 def train_on_node(run: PlannedRun, directory: str, resume: bool | None, trainer: Sequence[str]) -> Returned:

@@ -16,9 +16,11 @@ from crucible_train.positions import rotate
     mutates_args=(),
     schema="(Tensor qkv, Tensor cos, Tensor sin, SymInt batch, int heads, int kv_heads) -> (Tensor, Tensor)",
 )
-def turned(qkv: Tensor, cos: Tensor, sin: Tensor, batch: int, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+def rotary_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, batch: int, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor]:
     """qkv [B · T, (heads + 2 · kv_heads) · D], cos and sin [T, D / 2] → q [B, T, heads, D], k [B, T, kv_heads, D]."""
-    q, k = _turned_shapes(qkv, cos, sin, batch, heads, kv_heads)
+    q, k = _forward_shapes(qkv, cos, sin, batch, heads, kv_heads)
     if kernels.usable(qkv):
         from crucible_train import rotary_kernel
 
@@ -30,8 +32,8 @@ def turned(qkv: Tensor, cos: Tensor, sin: Tensor, batch: int, heads: int, kv_hea
     return q, k
 
 
-@turned.register_fake
-def _turned_shapes(
+@rotary_forward.register_fake
+def _forward_shapes(
     qkv: Tensor, cos: Tensor, sin: Tensor, batch: int, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor]:
     length, head_dim = qkv.shape[0] // batch, qkv.shape[1] // (heads + 2 * kv_heads)
@@ -43,14 +45,14 @@ def _turned_shapes(
     mutates_args=(),
     schema="(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, bool fp8) -> (Tensor, Tensor, Tensor)",
 )
-def turned_back(
+def rotary_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, use_fp8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v [B, T, heads, D] → that of qkv [B · T, W], the same in e5m2 and its scales [B · T, 1].
 
     Without ``use_fp8`` the last two are empty.
     """
-    d_qkv, rounded, scales = _turned_back_shapes(dq, dk, dv, cos, sin, use_fp8)
+    d_qkv, rounded, scales = _backward_shapes(dq, dk, dv, cos, sin, use_fp8)
     if kernels.usable(dq):
         from crucible_train import rotary_kernel
 
@@ -64,8 +66,8 @@ def turned_back(
     return d_qkv, rounded, scales
 
 
-@turned_back.register_fake
-def _turned_back_shapes(
+@rotary_backward.register_fake
+def _backward_shapes(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, use_fp8: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, width = dq.shape[0] * dq.shape[1], (dq.shape[2] + 2 * dk.shape[2]) * dq.shape[3]
@@ -98,14 +100,14 @@ class _Project(torch.autograd.Function):
             w8, w_scale = fp8.quantise(weight, fp8.E4M3)
             qkv = fp8.scaled_matmul(x8, w8.t(), x_scale, w_scale, x.dtype, fast=True, scales=scales)
             ctx.save_for_backward(x, cos, sin, w8, w_scale)
-        q, k = turned(qkv, cos, sin, batch, heads, kv_heads)
+        q, k = rotary_forward(qkv, cos, sin, batch, heads, kv_heads)
         width = kv_heads * q.shape[3]
         return q, k, qkv.view(*q.shape[:2], -1)[..., -width:].unflatten(-1, k.shape[2:])
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, cos, sin, weight, *weight_scale = ctx.saved_tensors
-        d_qkv, d8, d_scale = turned_back(dq, dk, dv, cos, sin, ctx.scales is not None)
+        d_qkv, d8, d_scale = rotary_backward(dq, dk, dv, cos, sin, ctx.scales is not None)
         if ctx.scales is None:
             dx = torch.mm(d_qkv, weight)
         else:

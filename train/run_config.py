@@ -10,13 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from crucible_train.errors import TrainingError
+from crucible_train.manifest import MANIFEST_FILE
 
 LEARNING_RATES = {"tiny": 3e-3, "nano": 2e-3, "30m": 1e-3, "120m": 6e-4, "350m": 3e-4}
 """Peak learning rates where none is given: smaller for larger models, after GPT-3's table (arXiv:2005.14165)."""
 FINE_TUNING_SHARE = 0.1
 """Of that rate, for a run that starts from trained weights."""
 
-MANIFEST = "manifest.json"
 MAX_SEED = 2**63 - 1
 
 COUNTS = ("steps", "schedule_steps", "batch", "grad_accum", "context_length")
@@ -151,7 +151,7 @@ def config_hash(config: RunConfig) -> str:
 def data_identity(directory: str) -> str:
     """SHA-256 of the manifest of prepared data; the path itself where there is none."""
     try:
-        return hashlib.sha256((Path(directory) / MANIFEST).read_bytes()).hexdigest()
+        return hashlib.sha256((Path(directory) / MANIFEST_FILE).read_bytes()).hexdigest()
     except OSError:
         return directory
 

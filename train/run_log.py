@@ -68,7 +68,10 @@ def read_log(path: Path) -> list[dict[str, str]]:
 
 def _rows_until(path: Path, step: int) -> list[dict[str, str]]:
     """The rows 1 … ``step``. Raises TrainingError when some are missing."""
-    rows = [row for row in read_log(path) if int(row["step"]) <= step] if path.exists() else []
+    try:
+        rows = [row for row in read_log(path) if int(row["step"]) <= step] if path.exists() else []
+    except (KeyError, TypeError, ValueError):
+        raise TrainingError(f"{path}: is damaged, not a log of steps; start anew in another --out") from None
     if [int(row["step"]) for row in rows] != list(range(1, step + 1)):
         raise TrainingError(
             f"{path}: lacks some of the steps 1 … {step} of the checkpoint; start anew in another --out"

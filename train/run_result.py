@@ -17,7 +17,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """Losses in nats a token. Speed and shares are medians over the steps of the log; None without a value.
 
     ``diverged``: the loss became NaN or infinite, and the losses are None. ``stopped_by``: the signal that ended the
-    run early. ``loader_wait_share``: of the last process's time, spent waiting for data.
+    run early. ``loader_wait_share``: of the time since the last start, spent waiting for data.
     """
 
     steps: int
@@ -41,7 +41,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     def summary(self, out: str) -> str:
         """One line for people."""
         parts = [f"{self.steps} steps, {self.tokens:,} tokens"]
-        if self.final_val_loss is not None:
+        if self.final_val_loss is not None and self.best_val_loss is not None:
             parts.append(f"validation loss {self.final_val_loss:.4f} (best {self.best_val_loss:.4f})")
         if self.val_bits_per_byte is not None:
             parts.append(f"{self.val_bits_per_byte:.4f} bits per byte")
@@ -51,8 +51,11 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def medians(log: Path) -> dict[str, float | None]:
-    """tokens_per_second, mfu, mfu_datasheet (medians), memory_gb (highest) and final_train_loss of a log."""
-    rows = read_log(log)
+    """tokens_per_second, mfu, mfu_datasheet (medians), memory_gb (highest) and final_train_loss of a log.
+
+    A log that is not there yet is an empty one.
+    """
+    rows = read_log(log) if log.exists() else []
     result: dict[str, float | None] = {}
     for name in ("tokens_per_second", "mfu", "mfu_datasheet"):
         values = [float(row[name]) for row in rows if row[name]]

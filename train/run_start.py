@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,23 @@ from crucible.config.model import ModelConfig
 from crucible.tokenizer import VOCABULARY_FILE
 from crucible_train.distributed import Workers
 from crucible_train.errors import TrainingError
+from crucible_train.export_source import find_checkpoint
+from crucible_train.files import locked
 from crucible_train.run_config import RunConfig, config_hash
 from crucible_train.run_directory import RunDirectory, code_version
 from crucible_train.run_result import RESULT_FILE
 from crucible_train.shards import TokenDataset
-from crucible_train.starting_weights import build_model, checkpoint_directory, load_weights, new_model_config
+from crucible_train.starting_weights import build_model, load_weights, new_model_config
 from crucible_train.trainer import Trainer
 from crucible_train.trainer_state import MODEL_DIRECTORY, TrainerState, restore_random
 
+BUSY = "another train is at work there; wait for it or end it"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type of the matrix products: ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    return DTYPES[name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"]
 
 
 @dataclass
@@ -46,8 +55,11 @@ class RunStart:
         return {VOCABULARY_FILE: (self.train_data.directory / VOCABULARY_FILE).read_bytes()}
 
 
-def start_run(config: RunConfig, workers: Workers, *, resume: bool) -> RunStart:
-    """Makes or takes up the run in ``config.out``. Raises TrainingError for what cannot be begun or go on."""
+def start_run(config: RunConfig, workers: Workers, held: ExitStack, *, resume: bool) -> RunStart:
+    """Makes or takes up the run in ``config.out``, whose lock ``held`` gets.
+
+    Raises TrainingError for what cannot be begun or go on.
+    """
     train_data, val_data = TokenDataset(config.data, "train"), TokenDataset(config.data, "val")
     directory = RunDirectory(Path(config.out))
     known: dict[str, Any] | None = workers.agree(lambda: directory.open(config, resume=resume))
@@ -58,13 +70,14 @@ def start_run(config: RunConfig, workers: Workers, *, resume: bool) -> RunStart:
     if known:
         directory.compare_resolved(known, resolved)
     model = build_model(shape, config, workers.device)
+    workers.agree(lambda: held.enter_context(locked(directory.path, BUSY)))
     state, notes = _first_state(config), []
     found = bool(known) and workers.agree(directory.checkpoints.exists)
     if found:
         state = directory.checkpoints.load()
         load_weights(model, directory.checkpoints.last / MODEL_DIRECTORY)
     elif config.init_from is not None:
-        load_weights(model, checkpoint_directory(config.init_from))
+        load_weights(model, find_checkpoint(Path(config.init_from)))
     trainer = Trainer(model, config, workers, DTYPES[resolved["dtype"]])
     if found:
         notes = _take_up(config, trainer, state, known or {})
@@ -88,7 +101,7 @@ def _resolve(config: RunConfig, workers: Workers, context: int) -> dict[str, Any
     return {
         "device": workers.device.type,
         "device_name": torch.cuda.get_device_name(workers.device) if cuda else "cpu",
-        "dtype": ("bfloat16" if cuda else "float32") if config.dtype == "auto" else config.dtype,
+        "dtype": str(compute_dtype(config.dtype, workers.device)).removeprefix("torch."),
         "world_size": workers.world,
         "global_batch": config.batch * config.grad_accum * workers.world,
         "context_length": context,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from crucible_train.errors import TrainingError
 
@@ -11,7 +12,7 @@ HELP = "continue a text with a trained model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="run directory (its best checkpoint is taken) or native checkpoint")
+    add("model", metavar="MODEL", help="run directory (its best checkpoint is taken) or model directory")
     add("--prompt", default="", metavar="TEXT", help="default: the start of a document")
     add("--max-tokens", type=int, default=128, metavar="N", help="(default 128)")
     add("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default 0.8)")
@@ -21,19 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     from crucible.checkpoint import open_checkpoint
     from crucible.model_text import ModelText
     from crucible_train.distributed import choose_device
+    from crucible_train.export_source import find_checkpoint
     from crucible_train.sampling import continue_tokens
-    from crucible_train.starting_weights import checkpoint_directory
     from crucible_train.tensors import load_checkpoint_tensors
     from crucible_train.transformer import Transformer
 
     if args.max_tokens < 1:
         raise TrainingError(f"--max-tokens must be at least 1, got {args.max_tokens}")
-    path, device = checkpoint_directory(args.model), choose_device(args.device)
+    path, device = find_checkpoint(Path(args.model)), choose_device(args.device)
     with open_checkpoint(path) as checkpoint:
         model = Transformer(checkpoint.config)
         load_checkpoint_tensors(model, checkpoint.read)
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         top_k=args.top_k,
         seed=args.seed,
-        device=torch.device(device),
+        device=device,
     )
     print(args.prompt + tokenizer.decode(ids))
     return 0

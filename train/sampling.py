@@ -8,6 +8,7 @@ import torch
 
 from crucible.config.model import ModelConfig
 from crucible_train.errors import TrainingError
+from crucible_train.run_config import MAX_SEED
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """tokens [1, n] → logits [1, n, vocab_size]."""
@@ -29,12 +30,16 @@ def continue_tokens(
 
     The whole context is computed anew for each token; beyond ``context_length`` the oldest tokens are dropped. Draws
     come from a generator of their own, so sampling changes nothing in the run. top_k 0: all. Raises TrainingError for
-    an empty prompt.
+    an empty prompt and for settings that no draw can follow.
     """
     if not prompt:
         raise TrainingError("the prompt has no tokens; give some text")
-    if temperature < 0 or top_k < 0:
-        raise TrainingError(f"temperature and top_k must not be negative, got {temperature} and {top_k}")
+    if not 0 <= temperature < float("inf"):  # NaN fails too
+        raise TrainingError(f"temperature must be 0 or a positive number, got {temperature}")
+    if top_k < 0:
+        raise TrainingError(f"top_k must not be negative, got {top_k}")
+    if not 0 <= seed <= MAX_SEED:
+        raise TrainingError(f"seed must lie in 0 … {MAX_SEED}, got {seed}")
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
     eos = set(config.eos_token_ids)

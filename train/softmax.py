@@ -22,7 +22,7 @@ GRADIENT_SCALE = 2.0**15
 
 def evaluate(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of losses; nothing is written."""
-    return once(_evaluate, logits.is_cuda)(logits, targets)  # type: ignore[no-any-return]
+    return maybe_compiled(_evaluate, logits.is_cuda)(logits, targets)  # type: ignore[no-any-return]
 
 
 def loss_and_gradient(
@@ -39,7 +39,7 @@ def loss_and_gradient(
         small = torch.empty(logits.shape, dtype=fp8.E5M2, device=logits.device) if rounded else None
         losses = losses_and_gradient(logits, targets, in_place=in_place, rounded=small, scale=GRADIENT_SCALE)
         return losses.sum(), small
-    return once(FORMS[logits.is_cuda, rounded], logits.is_cuda)(logits, targets)  # type: ignore[no-any-return]
+    return maybe_compiled(FORMS[logits.is_cuda, rounded], logits.is_cuda)(logits, targets)  # type: ignore[no-any-return]
 
 
 def _evaluate(logits: Tensor, targets: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def _compiled_fp8(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def once(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+def maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     """``function``, compiled where there is a GPU to gain from it; one compilation for each shape."""
     return torch.compile(function, dynamic=False) if compiled else function
 

@@ -9,23 +9,15 @@ import torch
 from crucible.checkpoint import open_checkpoint
 from crucible.config.model import ModelConfig
 from crucible.tokenizer import VOCABULARY_FILE
+from crucible_train import fp8
 from crucible_train.compute import Compute
 from crucible_train.errors import TrainingError
+from crucible_train.export_source import find_checkpoint
 from crucible_train.presets import model_config
 from crucible_train.run_config import RunConfig
 from crucible_train.shards import TokenDataset
 from crucible_train.tensors import load_checkpoint_tensors
-from crucible_train.trainer_state import MODEL_DIRECTORY
 from crucible_train.transformer import Transformer
-
-
-def checkpoint_directory(path: str | Path) -> Path:
-    """A native checkpoint; of a run directory its best one; of a run's checkpoint its model."""
-    path = Path(path)
-    for inner in (path, path / MODEL_DIRECTORY, path / "checkpoints" / "best" / MODEL_DIRECTORY):
-        if (inner / "model.safetensors").exists():
-            return inner
-    return path
 
 
 def new_model_config(config: RunConfig, dataset: TokenDataset) -> ModelConfig:
@@ -47,7 +39,7 @@ def new_model_config(config: RunConfig, dataset: TokenDataset) -> ModelConfig:
             placement=config.placement,
             tied=config.tied,
         )
-    path = checkpoint_directory(config.init_from)
+    path = find_checkpoint(Path(config.init_from))
     with open_checkpoint(path) as checkpoint:
         model = checkpoint.config
     _check_vocabulary(path, model, dataset)
@@ -73,6 +65,8 @@ def _check_vocabulary(path: Path, model: ModelConfig, dataset: TokenDataset) -> 
 
 def build_model(model: ModelConfig, config: RunConfig, device: torch.device) -> Transformer:
     """A Transformer on ``device`` with fresh weights; drawn on the CPU, so that each device starts from the same."""
+    if config.matmul == "fp8":
+        fp8.require(device)
     torch.manual_seed(config.seed)
     compute = Compute(gqa=config.gqa, matmul=config.matmul, head_matmul=config.matmul)
     return Transformer(model, compute).to(device)

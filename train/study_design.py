@@ -108,6 +108,8 @@ def plan(
     if owned:
         raise TrainingError(f"{owned[0]} is set by the design of the study and cannot be given for all runs")
     checked = run_config(base)
+    if checked.init_from is not None:
+        raise TrainingError("init_from cannot be set in a study: its architecture would take the place of every axis")
     base = {name: _plain(getattr(checked, name)) for name in base}  # "1e-3" and 0.001 are one setting
     variants = variants_of(axes)
     by_name = _rates(variants, rates or {})
@@ -143,15 +145,19 @@ def _rates(variants: Sequence[Variant], rates: Mapping[str, float]) -> dict[str,
 def merge(before: Study | None, after: Study) -> Study:
     """``after`` with the runs of ``before`` that it does not plan itself: a study is built up call by call.
 
-    Runs of other base settings, or of a variant whose learning rate ``after`` changes, are left out: they could not
-    be compared.
+    Runs of other base settings, of data that is no longer what it was, or of a variant whose learning rate ``after``
+    changes, are left out: they could not be compared.
     """
     if before is None or before.base != after.base:
         return after
     replanned = {variant.name for variant in after.variants}
     names = {run.name for run in after.runs}
     stale = {name for name in replanned if before.rates.get(name) != after.rates.get(name)}
-    kept = [run for run in before.runs if run.name not in names and run.variant not in stale]
+    kept = [
+        run
+        for run in before.runs
+        if run.name not in names and run.variant not in stale and config_hash(run_config(run.settings)) == run.hash
+    ]
     return Study(
         after.base,
         after.variants + [variant for variant in before.variants if variant.name not in replanned],

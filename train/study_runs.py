@@ -14,11 +14,12 @@ import msgspec
 from crucible.errors import CheckpointError
 from crucible.json_file import one_line, read_json
 from crucible_train.errors import TrainingError
+from crucible_train.files import write_atomically
 from crucible_train.run_log import read_log
+from crucible_train.run_result import RESULT_FILE
 from crucible_train.study_design import PlannedRun, Study
 
 STUDY = "study.json"
-RESULT = "result.json"
 CONFIG = "config.json"
 LOG = "log.csv"
 
@@ -37,13 +38,6 @@ class Point:
     step: int
     loss: float
     tokens_per_second: float
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """``data`` in the file at ``path``, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)
 
 
 def save_study(directory: Path, study: Study) -> None:
@@ -72,7 +66,7 @@ def state_of(run: PlannedRun, directory: Path) -> State:
         return State.STALE
     if found != run.hash:
         return State.STALE
-    return State.DONE if _final(place / RESULT) else State.HALF
+    return State.DONE if _final(place / RESULT_FILE) else State.HALF
 
 
 def _final(path: Path) -> bool:
@@ -85,7 +79,7 @@ def _final(path: Path) -> bool:
 
 def result_of(run: PlannedRun, directory: Path) -> dict[str, Any]:
     """The ``result.json`` of a run that is done."""
-    return read_json(directory / run.name / RESULT)
+    return read_json(directory / run.name / RESULT_FILE)
 
 
 def losses_of(
@@ -109,7 +103,8 @@ def losses_of(
         elif isinstance(value, int | float):
             losses[run.variant][run.seed] = float(value)
         else:
-            raise TrainingError(f"{directory / run.name / RESULT}: has no {metric}; does the data have a val split?")
+            path = directory / run.name / RESULT_FILE
+            raise TrainingError(f"{path}: has no {metric}; does the data have a val split?")
     return losses, absent
 
 

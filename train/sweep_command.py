@@ -52,12 +52,14 @@ def run(args: argparse.Namespace) -> int:
     from crucible_train.study_runs import load_study, save_study, state_of
 
     asked = study_of(args)
+    from crucible_train.manifest import read_manifest
     from crucible_train.study_design import merge
 
     if args.dry_run:
         for planned in asked.runs:
             print(f"{planned.name}  {state_of(planned, directory)}")
         return 0
+    read_manifest(asked.base["data"])  # unprepared data would fail every run
     directory.mkdir(parents=True, exist_ok=True)
     executor, slots = _executor(args, directory)
     earlier = load_study(directory)

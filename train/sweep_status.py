@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from crucible_train.progress import duration
 from crucible_train.study_runs import Point, last_point
 from crucible_train.sweep import Progress
 
@@ -82,11 +83,3 @@ def time_left(progress: Sequence[Progress], slots: int, share_done: float) -> fl
         return None
     ahead = sum(item.phase in ("running", "waiting") for item in progress)
     return max(0.0, ahead - share_done) * sum(took) / len(took) / slots
-
-
-def duration(seconds: float) -> str:
-    """``seconds`` as 45 s, 12 min or 3 h 05 min."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"

@@ -24,9 +24,11 @@ import torch
 
 from crucible.config.model import ModelConfig
 from crucible.errors import CrucibleError
-from crucible_train.errors import TrainingError
+from crucible_train.distributed import choose_device
+from crucible_train.hardware import flops_per_token
 from crucible_train.kernel_times import kernel_times
 from crucible_train.presets import PRESETS, model_config, parameter_counts
+from crucible_train.run_meter import matrix_parameters
 from crucible_train.throughput_check import check
 from crucible_train.throughput_step import Data, Plan, Subject, learnable_data, wait
 from crucible_train.throughput_variants import NAMED, Variant, parse_variant
@@ -56,7 +58,7 @@ def compare(
     error afterwards. A record of a variant that failed holds ``error``.
     """
     settings = {name: parse_variant(name) for name in variants}
-    place = find_device(device)
+    place = choose_device(device)
     config = model_config(preset, vocab_size=vocab_size, context_length=plan.context)
     prepare_torch(len(settings))
     data = learnable_data(config.vocab_size, plan, place)
@@ -111,13 +113,12 @@ def describe(
 
 
 def results(subject: Subject, first: Subject | None, config: ModelConfig, plan: Plan) -> dict[str, Any]:
-    """The numbers of one variant. Model FLOPs a token: 6 a parameter (head included) and 6 · layers · context · hidden
-    for causal attention."""
+    """The numbers of one variant; model FLOPs are those of a run's log (hardware.flops_per_token)."""
     tokens = plan.steps * plan.batch * plan.context
     rates = [tokens / seconds for seconds in subject.seconds]
     median = statistics.median(rates)
     width = config.num_heads * config.head_dim
-    flops = 6 * parameter_counts(config).total + 6 * config.num_layers * plan.context * width
+    flops = flops_per_token(matrix_parameters(config), config.num_layers, width, plan.context)
     losses = torch.stack(subject.losses).tolist()
     record = {
         "tokens_per_second": round(median, 1),
@@ -164,14 +165,6 @@ def prepare_torch(variants: int) -> None:
             setattr(torch._dynamo.config, name, 8 * (variants + 1))
 
 
-def find_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise TrainingError("device cuda was asked for, but torch sees no GPU; use --device cpu")
-    return torch.device(name)
-
-
 def release(device: torch.device) -> None:
     """Lets go of what a failed variant held."""
     gc.collect()
@@ -210,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kernel_times(report)
             return 0
         if args.check:
-            place = find_device(args.device)
+            place = choose_device(args.device)
             prepare_torch(len(args.variants.split(",")))
             return int(not check(args.preset, args.variants.split(","), plan, place, report=report))
         profile = [name for name in args.profile.split(",") if name]

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from crucible.config.model import ModelConfig
 from crucible_train.presets import model_config
+from crucible_train.tensors import load_checkpoint_tensors, to_checkpoint_tensors
 from crucible_train.throughput_step import Plan, learnable_data
 from crucible_train.throughput_variants import REFERENCE, Variant, parse_variant
-from crucible_train.transformer import Transformer, load_checkpoint_tensors, to_checkpoint_tensors
+from crucible_train.transformer import Transformer
 
 WARM_STEPS = 8
 """Plain steps before the comparison: at the start gradients are those of noise."""

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from crucible_train.distributed import Workers
-from crucible_train.optimizer import Optimizer, hidden_matrices
+from crucible_train.optimizer import Optimizer
 from crucible_train.run_config import RunConfig
 from crucible_train.schedule import Schedule
+from crucible_train.tensors import matrix_rows
 from crucible_train.transformer import Transformer
 
 MicroBatch = tuple[Tensor, Tensor]
@@ -42,7 +43,7 @@ class Trainer:
         self.optimizer = Optimizer(
             parameters,
             workers=workers,
-            muon=hidden_matrices(model) if config.optimizer == "muon" else {},
+            muon=matrix_rows(model) if config.optimizer == "muon" else {},
             betas=config.betas,
             weight_decay=config.weight_decay,
             sharded=config.zero1,

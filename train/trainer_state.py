@@ -111,9 +111,11 @@ class CheckpointStore:
             values = torch.load(path, map_location="cpu", weights_only=True)
             version = values.pop("format")
             state = TrainerState(**values)
-        except Exception as error:  # torch.load promises no error types
-            reason = " ".join(str(error).split())[:200]
-            raise TrainingError(f"{path}: is not a trainer state that can be resumed ({reason})") from None
+        except Exception as error:  # torch.load promises no error types, and its words are about its own arguments
+            kind = type(error).__name__
+            raise TrainingError(
+                f"{path}: is not a trainer state that can be resumed ({kind}); start anew in another --out"
+            ) from None
         if version != FORMAT:
             raise TrainingError(f"{path}: has format {version}, this version reads {FORMAT}")
         return state

@@ -13,9 +13,7 @@ from crucible_train.decoder import Decoder
 from crucible_train.errors import TrainingError
 from crucible_train.fp8 import MULTIPLE
 from crucible_train.loss import IGNORED, cross_entropy_reference, linear_cross_entropy
-from crucible_train.tensors import initialise, load_checkpoint_tensors, to_checkpoint_tensors
-
-__all__ = ["Transformer", "load_checkpoint_tensors", "to_checkpoint_tensors"]
+from crucible_train.tensors import initialise
 
 
 class Transformer(nn.Module):
@@ -31,7 +29,7 @@ class Transformer(nn.Module):
         self.config = config
         self.compute = (compute or Compute()).replace(**switches)
         rows, width = config.vocab_size, config.hidden_size
-        if self.compute.head_matmul == "fp8" and (rows % MULTIPLE or width % MULTIPLE):
+        if self.compute.head_matmul != "bf16" and (rows % MULTIPLE or width % MULTIPLE):
             raise TrainingError(
                 f"an fp8 head needs multiples of {MULTIPLE}, got {rows} × {width}; use head_matmul bf16"
             )

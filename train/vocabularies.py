@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from crucible.errors import TokenizerError
-from crucible.tokenizer import Tokenizer
 from crucible.vocabulary import Vocabulary
 from crucible_train.errors import TrainingError
 
@@ -79,11 +78,3 @@ def separator_id(vocabulary: Vocabulary, separator: str = SEPARATOR) -> int:
 def padded(token_count: int) -> int:
     """The rows of an embedding table for so many ids: the next multiple of VOCAB_MULTIPLE."""
     return -(-token_count // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-def tokenizer_of(directory: str | Path) -> Tokenizer:
-    """The tokenizer that a prepared directory was made with. Raises TrainingError."""
-    try:
-        return Tokenizer.from_file(Path(directory) / "tokenizer.vocab")
-    except TokenizerError as error:
-        raise TrainingError(str(error)) from None

@@ -35,7 +35,7 @@ def main() -> int:
         file.write(f"{out.name} resume={int(resume)} gpu={gpu} pid={os.getpid()}\n")
     _maybe_fail(out)
     log = out / "log.csv"
-    done = len(log.read_text().splitlines()) - 1 if log.exists() else 0
+    done = max(0, len(log.read_text().splitlines()) - 1) if log.exists() else 0  # killed before the header: empty
     if not done:
         log.write_text("step,loss,tokens_per_second,val_loss\n")
     signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))

@@ -43,7 +43,7 @@ def test_fused_equals_materialised(n_rep: int, attention_bias: bool, projection_
         torch.nn.init.normal_(parameter, std=0.2)
     materialised.load_state_dict(fused.state_dict())
     tables = None if attention_bias else tuple(t[:33] for t in rope_tables(rope, config.head_dim, 64))
-    bias = alibi_bias(alibi_slopes(config.num_heads), 33, torch.float32) if attention_bias else None
+    bias = alibi_bias(alibi_slopes(config.num_heads), 33) if attention_bias else None
     results = []
     for module in (fused, materialised):
         x = torch.randn(2, 33, 96, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -74,7 +74,7 @@ def by_hand(module: Attention, x: torch.Tensor, tables: object, bias: torch.Tens
 
 
 def test_alibi_bias() -> None:
-    bias = alibi_bias(torch.tensor([0.5, 0.25]), 3, torch.float32)
+    bias = alibi_bias(torch.tensor([0.5, 0.25]), 3)
     inf = math.inf
     assert bias[0].tolist() == [[0, -inf, -inf], [-0.5, 0, -inf], [-1, -0.5, 0]]
     assert bias[1, 2].tolist() == [-0.5, -0.25, 0]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from crucible_train.budget import best_fit, budget, measured_throughput
+from crucible_train.budget import best_fit, budget, measured_throughput, run_throughput
 from crucible_train.cli import main
 from crucible_train.errors import TrainingError
 
@@ -65,3 +65,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_work(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["budget", *words]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_fine_tuned_run_is_of_no_preset(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", "nano", [5.0] * 20)
+    assert run_throughput(tmp_path / "run") == ("nano", 5.0)
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"run": {"preset": "nano", "init_from": "other"}}))
+    assert run_throughput(tmp_path / "run") is None

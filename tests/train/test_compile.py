@@ -91,8 +91,8 @@ def test_the_pointwise_part_compiles_inside_the_compiled_step(monkeypatch: pytes
         model = Transformer(model_config(SMALL), head_matmul=head, chunk=150)
         want = losses_and_gradients(model, model, True)
         with monkeypatch.context() as patch:
-            patch.setattr(softmax, "once", compiled)
-            patch.setattr(head_module, "once", compiled)
+            patch.setattr(softmax, "maybe_compiled", compiled)
+            patch.setattr(head_module, "maybe_compiled", compiled)
             for rounded in (False, True):
                 patch.setitem(softmax.FORMS, (False, rounded), softmax.FORMS[True, rounded])
             step = torch.compile(model, fullgraph=True, backend="aot_eager")

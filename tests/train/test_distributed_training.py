@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from crucible.checkpoint import open_checkpoint
+from crucible_train.distributed import Workers, workers
+from crucible_train.errors import TrainingError
 from crucible_train.run_config import RunConfig
 from tests.train.small_run import flags, losses, make_data, optimizer_state, run_config, weights
 
@@ -87,3 +89,22 @@ def test_what_rank_0_refuses_ends_every_process(data: Path, tmp_path: Path) -> N
     (tmp_path / "taken" / "file").write_text("mine")
     with pytest.raises(AssertionError, match="already holds files"):
         launch(run_config(data, tmp_path / "taken"), 2)
+
+
+def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(TrainingError, match=r"cannot meet .* torchrun"), workers("cpu"):
+        pass
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(TrainingError, match="RANK 2 must be below WORLD_SIZE 2"), workers("cpu"):
+        pass
+
+
+def test_a_full_disk_on_the_first_process_is_told_to_all() -> None:
+    def work() -> None:
+        raise OSError(28, "No space left on device", "file")
+
+    with pytest.raises(TrainingError, match="file: No space left on device"):
+        Workers(0, 1, torch.device("cpu")).agree(work)

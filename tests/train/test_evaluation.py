@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from crucible_train.distributed import Workers
-from crucible_train.evaluation import IGNORED, Evaluation
+from crucible_train.evaluation import Evaluation
 from crucible_train.shards import TokenDataset
+from crucible_train.softmax import IGNORED
 from tests.train.small_run import make_data
 
 CPU = torch.device("cpu")

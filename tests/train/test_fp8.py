@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from crucible_train import fp8
+from crucible_train.errors import TrainingError
 from crucible_train.linear import Linear
 from crucible_train.presets import model_config
 from crucible_train.transformer import Transformer
@@ -119,3 +120,18 @@ def test_a_model_learns_as_well_in_fp8() -> None:
         finals[name] = loss.item()
     assert finals["bf16"] < 6
     assert finals["fp8"] == pytest.approx(finals["bf16"], abs=0.1)
+
+
+def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8.require(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    fp8.require(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(TrainingError, match="this one is sm_86; use matmul bf16"):
+        fp8.require(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-two"])
+def test_every_fp8_head_needs_its_multiples(precision: str) -> None:
+    with pytest.raises(TrainingError, match="multiples of 16"):
+        Transformer(model_config("tiny", vocab_size=513), head_matmul=precision)

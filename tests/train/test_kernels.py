@@ -113,7 +113,7 @@ def test_rotary(dtype: torch.dtype, use_fp8: bool) -> None:
     angles = 3 * random(length, half, dtype=torch.float32, seed=1)
     cos, sin = angles.cos(), angles.sin()
     qkv = random(batch * length, (heads + 2 * kv_heads) * 2 * half, dtype=dtype)
-    exact = rotary.turned(qkv.float().cpu(), cos.cpu(), sin.cpu(), batch, heads, kv_heads)
+    exact = rotary.rotary_forward(qkv.float().cpu(), cos.cpu(), sin.cpu(), batch, heads, kv_heads)
     got = [torch.zeros_like(x, dtype=dtype, device=DEVICE) for x in exact]
     rotary_kernel.forward(qkv, cos, sin, got[0], got[1])
     for ours, plain in zip(got, exact, strict=True):
@@ -123,8 +123,8 @@ def test_rotary(dtype: torch.dtype, use_fp8: bool) -> None:
     sizes = (heads, kv_heads, kv_heads)
     parts = [random(batch, n, length, 2 * half, dtype=dtype, seed=n + 2).transpose(1, 2) for n in sizes]
     plain_parts = [part.float().cpu() for part in parts]
-    d_exact = rotary.turned_back(*plain_parts, cos.cpu(), sin.cpu(), False)[0].to(DEVICE)
-    results = [torch.zeros_like(x) for x in rotary.turned_back(*parts, cos, sin, use_fp8)]
+    d_exact = rotary.rotary_backward(*plain_parts, cos.cpu(), sin.cpu(), False)[0].to(DEVICE)
+    results = [torch.zeros_like(x) for x in rotary.rotary_backward(*parts, cos, sin, use_fp8)]
     rotary_kernel.backward(*parts, cos, sin, *results, use_fp8)
     d_qkv, rounded, scales = results
     assert torch.allclose(d_qkv.float(), d_exact, rtol=2**-7, atol=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from crucible_train.errors import TrainingError
-from crucible_train.loader import IGNORED, BatchLoader, WindowOrder, evaluation_batches
+from crucible_train.loader import BatchLoader, WindowOrder
 from crucible_train.shards import TokenDataset
 from tests.train.prepared import dataset_of
 
@@ -150,22 +149,3 @@ def test_waiting_is_counted(dataset: TokenDataset, monkeypatch: pytest.MonkeyPat
         for _ in range(3):
             loader.next()
         assert loader.wait_seconds > 0.1
-
-
-@pytest.mark.parametrize("max_tokens", [None, 1, 32, 33, 100, 10**6])
-@pytest.mark.parametrize("world", [1, 3])
-def test_evaluation_counts_every_target_once(dataset: TokenDataset, max_tokens: int | None, world: int) -> None:
-    counted: list[int] = []
-    for rank in range(world):
-        for tokens, targets in evaluation_batches(dataset, 4, 8, max_tokens=max_tokens, rank=rank, world=world):
-            assert tokens.shape == targets.shape == (4, 8)
-            used = targets != IGNORED
-            assert torch.equal(targets[used], tokens[used] + 1)
-            counted += targets[used].tolist()
-    assert sorted(counted) == list(range(1, 1 + min(249, max_tokens or 249)))
-
-
-def test_evaluating_nothing_is_refused(tmp_path: Path) -> None:
-    batches: Iterator[Any] = evaluation_batches(dataset_of(tmp_path, 1), 1, 8)
-    with pytest.raises(TrainingError, match="has 1 tokens"):
-        next(batches)

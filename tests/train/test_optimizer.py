@@ -9,9 +9,9 @@ from torch import nn
 
 from crucible_train.distributed import Workers
 from crucible_train.muon import Muon, orthogonalise
-from crucible_train.optimizer import Optimizer, hidden_matrices
+from crucible_train.optimizer import Optimizer
 from crucible_train.presets import model_config
-from crucible_train.tensors import named_views
+from crucible_train.tensors import matrix_rows, named_views
 from crucible_train.transformer import Transformer
 
 ONE = Workers(0, 1, torch.device("cpu"))
@@ -23,7 +23,7 @@ def tiny() -> Transformer:
 
 
 def optimizer(model: nn.Module, *, muon: bool = False, decay: float = 0.1) -> Optimizer:
-    chosen = hidden_matrices(model) if muon else {}
+    chosen = matrix_rows(model) if muon else {}
     return Optimizer(model.named_parameters(), workers=ONE, muon=chosen, betas=(0.9, 0.95), weight_decay=decay)
 
 
@@ -51,7 +51,7 @@ def test_decay_touches_matrices_only(muon: bool) -> None:
 def test_muon_takes_every_projection_and_nothing_else() -> None:
     model = tiny()
     shapes = {tuple(view.shape) for name, view in named_views(model).items() if "_proj" in name}
-    rows = hidden_matrices(model)
+    rows = matrix_rows(model)
     parameters = dict(model.named_parameters())
     assert all(sum(parts) == parameters[name].shape[0] for name, parts in rows.items())
     assert {(part, parameters[name].shape[1]) for name, parts in rows.items() for part in parts} == shapes

@@ -69,3 +69,9 @@ def test_neither_torch_nor_pyarrow_is_imported_by_it(tmp_path: Path) -> None:
         "assert not {'torch', 'pyarrow', 'numba', 'tqdm'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_field_may_have_any_name(tmp_path: Path) -> None:
+    source = tmp_path / "d.jsonl"
+    source.write_text('{"a\\"b": "some text"}\n')
+    assert run("--input", source, "--out", tmp_path / "out", "--text-field", 'a"b', "--val-fraction", 0) == 0

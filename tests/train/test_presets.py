@@ -10,7 +10,8 @@ import pytest
 from crucible.checkpoint import expected_tensors
 from crucible_train import presets_command
 from crucible_train.errors import TrainingError
-from crucible_train.presets import AXES, PRESETS, Preset, is_plain_llama, kv_heads, model_config, parameter_counts
+from crucible_train.plain_llama import require_plain_llama
+from crucible_train.presets import AXES, PRESETS, Preset, kv_heads, model_config, parameter_counts
 
 SIZES = [name for name in PRESETS if name != "tiny"]
 
@@ -66,10 +67,11 @@ def test_the_three_attentions_differ_on_every_preset(preset: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_plain_llamas(preset: str) -> None:
     config = model_config(preset)
-    assert is_plain_llama(config)
+    require_plain_llama(config, "a test")
     assert not any(name.endswith(".bias") for name in expected_tensors(config))
     for changes in ({"position": "none"}, {"activation": "gelu"}, {"norm": "layernorm"}, {"placement": "post"}):
-        assert not is_plain_llama(model_config(preset, **changes))  # type: ignore[arg-type]
+        with pytest.raises(TrainingError, match="needs a plain Llama"):
+            require_plain_llama(model_config(preset, **changes), "a test")  # type: ignore[arg-type]
 
 
 def test_the_vocabulary_may_differ_from_the_preset() -> None:

@@ -20,6 +20,7 @@ import torch
 from crucible.checkpoint import open_checkpoint
 from crucible_train import pretrain as pretrain_module
 from crucible_train.errors import TrainingError
+from crucible_train.files import locked
 from crucible_train.pretrain import pretrain
 from crucible_train.run_config import RunConfig, config_hash
 from crucible_train.trainer import Trainer
@@ -279,3 +280,11 @@ def test_signal_handlers_are_left_as_they_were(data: Path, tmp_path: Path) -> No
     thread.start()
     thread.join()
     assert (tmp_path / "other" / "result.json").exists()
+
+
+def test_two_at_once_in_one_directory_are_refused(data: Path, tmp_path: Path) -> None:
+    with (
+        locked(tmp_path / "run", "held by the test"),
+        pytest.raises(TrainingError, match="another train is at work there"),
+    ):
+        pretrain(run_config(data, tmp_path / "run"), quiet=True)

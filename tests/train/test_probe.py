@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from crucible_train.cli import main
 from crucible_train.errors import TrainingError
-from crucible_train.probe import Measurement, decide, search
+from crucible_train.presets import model_config
+from crucible_train.probe import Measurement, Probe, decide, search
 
 GB = 10**9
 CARD = int(16.3 * GB)
@@ -85,6 +88,16 @@ def test_measuring_real_steps_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> 
     words = ["probe-batch", "--preset", "tiny", "--device", "cpu", "--steps", "2", "--start", "2", "--max-batch", "2"]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "largest useful batch: 2 (128 tokens a micro-batch of tiny)" in printed
+    assert "largest useful batch: 2 (128 tokens a micro-batch of tiny; the last one tried," in printed
     assert main([*words, "--memory-gb", "0.001"]) == 2
     assert "not even batch 2 is useful here" in capsys.readouterr().err
+
+
+def test_memory_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe-batch", "--preset", "tiny", "--memory-gb", "inf", "--max-batch", "1"]) == 2
+    assert "--memory-gb must be a positive number, got inf" in capsys.readouterr().err
+
+
+def test_fp8_is_the_heads_too_as_in_train() -> None:
+    probe = Probe(model_config("tiny"), torch.device("cpu"), matmul="fp8")
+    assert probe._model.compute.head_matmul == "fp8"

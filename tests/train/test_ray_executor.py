@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from crucible_train.errors import TrainingError
 from crucible_train.ray_executor import RayExecutor, cluster, pack, train_on_node, unpack
 from crucible_train.study_design import Study, plan
 from crucible_train.study_runs import State, state_of
@@ -106,9 +108,7 @@ def test_the_runs_of_a_lost_node_are_restarted_on_the_other(two_nodes, tmp_path:
 
 
 @pytest.mark.slow
-def test_fractions_of_a_device_and_a_run_that_fails(
-    two_nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fractions_of_a_device_and_a_run_that_fails(two_nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = two_nodes
     study = study_of()
     executor = RayExecutor(tmp_path, address=made.address, jobs=2, node_dir=str(tmp_path / "node"), trainer=("false",))
@@ -116,3 +116,11 @@ def test_fractions_of_a_device_and_a_run_that_fails(
     failed = Sweep(study.runs, tmp_path, executor).run()
     assert [item.run.name for item in failed] == [run.name for run in study.runs]
     assert failed[0].detail == "exit code 1"
+
+
+def test_a_cluster_that_does_not_listen_is_told_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(TrainingError, match=f"no Ray cluster at '127.0.0.1:{port}'"):
+        cluster(f"127.0.0.1:{port}")

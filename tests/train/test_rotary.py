@@ -95,5 +95,5 @@ def test_shapes_are_known_without_computing(use_fp8: bool) -> None:
     _, _, (cos, sin) = problem(torch.bfloat16)
     q, k, v = (torch.randn(BATCH, n, LENGTH, HEAD_DIM).transpose(1, 2) for n in (HEADS, KV_HEADS, KV_HEADS))
     qkv = torch.randn(BATCH * LENGTH, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    torch.library.opcheck(rotary.turned, (qkv, cos, sin, BATCH, HEADS, KV_HEADS))
-    torch.library.opcheck(rotary.turned_back, (q, k, v, cos, sin, use_fp8))
+    torch.library.opcheck(rotary.rotary_forward, (qkv, cos, sin, BATCH, HEADS, KV_HEADS))
+    torch.library.opcheck(rotary.rotary_backward, (q, k, v, cos, sin, use_fp8))

@@ -8,6 +8,7 @@ import pytest
 
 from crucible_train.errors import TrainingError
 from crucible_train.run_log import COLUMNS, RunLog, read_log
+from crucible_train.run_result import RunResult, medians
 
 
 def write(path: Path, first: int, last: int, start: int = 0) -> None:
@@ -55,3 +56,19 @@ def test_a_gap_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_column_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="speed"):
         RunLog(tmp_path / "log.csv").append({"step": 1, "speed": 3.0})
+
+
+@pytest.mark.parametrize("text", ["step,loss\n1,2.0\nx,3.0\n", "schritt,loss\n1,2.0\n"])
+def test_a_damaged_log_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "log.csv").write_text(text)
+    with pytest.raises(TrainingError, match="is damaged"):
+        RunLog(tmp_path / "log.csv", 1)
+
+
+def test_a_run_that_diverges_before_its_first_row_has_figures_too(tmp_path: Path) -> None:
+    assert medians(tmp_path / "log.csv")["final_train_loss"] is None
+
+
+def test_a_summary_without_a_finite_validation_loss() -> None:
+    result = RunResult(steps=1, tokens=2, parameters=3, config_hash="", final_val_loss=float("nan"))
+    assert result.summary("out") == "out: 1 steps, 2 tokens"

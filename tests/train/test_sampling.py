@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,9 +47,22 @@ def test_sampling_draws_nothing_from_the_run() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": -1}])
-def test_bad_settings(bad: dict[str, float]) -> None:
-    with pytest.raises(TrainingError, match="must not be negative"):
-        continue_tokens(counting, CONFIG, [1], max_tokens=5, device=CPU, **bad)  # type: ignore[arg-type]
+def test_an_empty_prompt() -> None:
     with pytest.raises(TrainingError, match="no tokens"):
         continue_tokens(counting, CONFIG, [], max_tokens=5, device=CPU)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"seed": 2**70},
+        {"seed": -1},
+    ],
+)
+def test_what_no_draw_can_follow_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(TrainingError, match=next(iter(settings))):
+        continue_tokens(counting, CONFIG, [1], max_tokens=1, device=CPU, **settings)

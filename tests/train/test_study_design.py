@@ -95,3 +95,17 @@ def test_settings_pass_through_the_command_line_unchanged() -> None:
     train_command.add_arguments(parser)
     parsed = train_command.parse_config(parser.parse_args(command_line(run, Path("/out"), False, trainer=())))
     assert parsed == run_config(run.settings | {"out": "/out"})
+
+
+def test_a_checkpoints_architecture_would_hide_every_axis() -> None:
+    with pytest.raises(TrainingError, match="init_from cannot be set"):
+        plan(["norm"], [0], BASE | {"init_from": "run"})
+
+
+def test_runs_on_data_that_has_changed_leave_the_study(tmp_path: Path) -> None:
+    base = BASE | {"data": str(tmp_path)}
+    (tmp_path / "manifest.json").write_text("1")
+    first = plan(["norm"], [0], base)
+    (tmp_path / "manifest.json").write_text("2")
+    second = plan(["norm"], [1], base)
+    assert {run.name for run in merge(first, second).runs} == {"control-seed1", "norm-layernorm-seed1"}

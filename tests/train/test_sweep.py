@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from crucible_train.errors import TrainingError
-from crucible_train.executor import train_command
+from crucible_train.executor import take_lock, train_command
 from crucible_train.local_executor import LocalExecutor, visible_gpus
 from crucible_train.study_design import Study, plan
 from crucible_train.study_runs import State, load_study, save_study, state_of
@@ -141,10 +141,23 @@ def test_a_sweep_that_is_stopped_leaves_no_process_and_goes_on_later(
     assert not _alive(child)
     assert state_of(study.runs[0], tmp_path) is State.HALF  # it did not just go on to its end
     monkeypatch.setenv("FAKE_STEP", "0")
+    _wait_for_lock(tmp_path, deadline)
     failed, _ = sweep(study, tmp_path)
     assert failed == []
     steps = [line.split(",")[0] for line in (tmp_path / "control-seed0" / "log.csv").read_text().splitlines()]
     assert steps == ["step", *map(str, range(1, 21))]
+
+
+def _wait_for_lock(directory: Path, deadline: float) -> None:
+    """A killed process's threads may hold its files for a moment after it has become a zombie."""
+    while True:
+        try:
+            with take_lock(directory):
+                return
+        except TrainingError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _alive(pid: int) -> bool:

@@ -11,11 +11,12 @@ import pytest
 from crucible_train.analysis import analyze
 from crucible_train.cli import main
 from crucible_train.figures import band
+from crucible_train.progress import duration
 from crucible_train.results_table import plain_table, results_markdown
 from crucible_train.study_design import plan
 from crucible_train.study_runs import Point, last_point, losses_of, planned_seeds, save_study
 from crucible_train.sweep import Progress
-from crucible_train.sweep_status import duration, time_left
+from crucible_train.sweep_status import time_left
 
 BASE = {"preset": "tiny", "data": "/data", "steps": 3}
 

@@ -73,7 +73,7 @@ def test_usage_errors_are_one_line(words: list[str], message: str, capsys: pytes
         (["train", "--data", "/nowhere", "--out", "o"], "/nowhere: no prepared data"),
         (["train", "--data", "d", "--out", "o", "--steps", "0"], "steps must be at least 1"),
         (["train", "--data", "d"], "--out DIR, or --name NAME"),
-        (["sample", "/nowhere"], "/nowhere: no such model directory"),
+        (["sample", "/nowhere"], "/nowhere: no such run or model directory"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,3 +132,15 @@ def test_too_little_gpu_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
     assert main(["train", "--data", "d", "--out", "o", "--batch", "64"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--batch 64; lower it" in line
+
+
+def test_a_sweep_over_unprepared_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", "--data", str(tmp_path), "--steps", "1", "--preset", "tiny", "--out", str(tmp_path / "s")]
+    assert main(words) == 2
+    assert "no prepared data" in capsys.readouterr().err
+
+
+def test_sampling_a_run_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert main(["sample", str(tmp_path)]) == 2
+    assert "the run has no best or last checkpoint yet" in capsys.readouterr().err

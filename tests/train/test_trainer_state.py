@@ -14,7 +14,7 @@ from crucible.errors import CheckpointError
 from crucible_train import trainer_state
 from crucible_train.errors import TrainingError
 from crucible_train.presets import model_config
-from crucible_train.trainer_state import CheckpointStore, TrainerState
+from crucible_train.trainer_state import TRAINER_FILE, CheckpointStore, TrainerState
 
 CONFIG = model_config("tiny", vocab_size=64)
 
@@ -102,3 +102,11 @@ def test_a_damaged_state_is_one_line(store: CheckpointStore) -> None:
     with pytest.raises(TrainingError, match=r"trainer\.pt: is not a trainer state") as caught:
         store.load()
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_state_is_told_in_our_words(tmp_path: Path) -> None:
+    (tmp_path / "last").mkdir()
+    (tmp_path / "last" / TRAINER_FILE).write_bytes(b"x\n")
+    with pytest.raises(TrainingError, match=r"trainer\.pt: is not a trainer state .*; start anew") as raised:
+        CheckpointStore(tmp_path).load()
+    assert "weights_only" not in str(raised.value)
