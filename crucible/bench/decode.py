@@ -10,7 +10,8 @@ from crucible.bench.inprocess import Driver, Say, describe, engine
 from crucible.bench.report import Column, Report, Row, Table
 from crucible.bench.statistics import alternating, median, paired_ratios, percentile, summarize, verdict
 from crucible.config import EngineConfig
-from crucible.engine.core import CPU_PREFILL_BUDGET, GPU_PREFILL_BUDGET, EngineCore, choose_device
+from crucible.engine.core import EngineCore
+from crucible.engine.settings import CPU_PREFILL_BUDGET, GPU_PREFILL_BUDGET, choose_device
 from crucible.errors import EngineError
 
 WARM_STEPS = 2

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     from crucible.engine.checks.lab import Lab
     from crucible.engine.checks.suite import CHECKS
-    from crucible.engine.core import choose_device
+    from crucible.engine.settings import choose_device
     from crucible.models import resolve
 
     path = resolve(args.model)

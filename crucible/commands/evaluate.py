@@ -62,7 +62,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from crucible.checkpoint import open_checkpoint
-    from crucible.engine.core import choose_device
+    from crucible.engine.settings import choose_device
     from crucible.model_text import ModelText
     from crucible.models import resolve
 

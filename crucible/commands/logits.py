@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.graph and args.no_cache:
         raise ConfigError("--graph computes one token at a time over a cache; leave --no-cache out")
     from crucible.checkpoint import open_checkpoint
-    from crucible.engine.core import choose_device
+    from crucible.engine.settings import choose_device
     from crucible.models import resolve
 
     device = choose_device(settings.device)

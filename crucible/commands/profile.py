@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     from crucible.bench.profile import CHUNK, Step, profile
     from crucible.bench.report import check_writable, write
     from crucible.checkpoint import open_checkpoint
-    from crucible.engine.core import choose_device
+    from crucible.engine.settings import choose_device
     from crucible.model.direct import Direct
     from crucible.models import resolve
 

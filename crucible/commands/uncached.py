@@ -12,7 +12,7 @@ from crucible.commands.session import Session
 from crucible.config import EngineConfig
 from crucible.config.engine import PAGE_TOKENS
 from crucible.config.sampling import SamplingParams
-from crucible.engine.core import choose_device, resolve_config, sizes
+from crucible.engine.settings import choose_device, resolve_config, sizes
 from crucible.errors import RequestError
 from crucible.llm import Delta
 from crucible.model_text import ModelText

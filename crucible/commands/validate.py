@@ -54,7 +54,7 @@ class Result:
 
 
 def run(args: argparse.Namespace) -> int:
-    from crucible.engine.core import choose_device
+    from crucible.engine.settings import choose_device
 
     device = choose_device(args.device)
     if device == "cpu":

@@ -8,8 +8,8 @@ from typing import Any
 
 from crucible.checkpoint import Checkpoint
 from crucible.config import EngineConfig
-from crucible.engine.core import resolve_config, sizes
 from crucible.engine.model_runner import ModelRunner
+from crucible.engine.settings import resolve_config, sizes
 from crucible.model.cpu_ops import CpuOps
 from crucible.model.weights import load_weights
 

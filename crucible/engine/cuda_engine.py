@@ -8,9 +8,9 @@ from typing import Any
 
 from crucible.checkpoint import Checkpoint
 from crucible.config import EngineConfig
-from crucible.engine.core import kv_bytes, resolve_config, sizes
 from crucible.engine.cuda_runner import CudaRunner
 from crucible.engine.graphs import PREFILL_GRAPHS
+from crucible.engine.settings import kv_bytes, resolve_config, sizes
 from crucible.errors import ConfigError
 from crucible.kernels.device import CudaDevice
 from crucible.model.cuda_ops import CudaOps

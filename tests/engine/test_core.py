@@ -13,10 +13,11 @@ from hypothesis import given, settings
 
 from crucible.config import EngineConfig, SamplingParams
 from crucible.config.limits import CPU_CONTEXT
-from crucible.engine.core import CPU_PREFILL_BUDGET, EngineCore, failure_text, resolve_config
+from crucible.engine.core import EngineCore, failure_text
 from crucible.engine.messages import Finished, StepOutput, TokenEvent
 from crucible.engine.model_runner import ModelRunner
 from crucible.engine.scheduler import Plan
+from crucible.engine.settings import CPU_PREFILL_BUDGET, resolve_config
 from crucible.errors import ConfigError, EngineError, QueueFullError, RequestError
 from crucible.native import sampling
 from tests.checkpoints import make_checkpoint
