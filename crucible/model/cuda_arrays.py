@@ -1,9 +1,17 @@
-"""What CudaOps hands around: packed matrices, the KV cache, a batch on the device."""
+"""What CudaOps hands around: packed matrices and how they are made, the KV cache, a batch on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crucible.kernels.cuda import pack
+from crucible.model.ops import FloatArray, Projection
+from crucible.quantized import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -19,6 +27,42 @@ class CudaMatrix:
     inputs: int
     out_features: int
     nbytes: int
+
+
+def pack_matrix(
+    upload: Callable[[NDArray[Any]], Any],
+    parts: Sequence[Projection],
+    biases: Sequence[FloatArray] | None,
+    quant: str,
+    order: NDArray[np.int32],
+    out_features: int,
+) -> CudaMatrix:
+    """Projections that read the same input as one matrix, its rows in ``order``; ``upload`` copies to the device."""
+    bias = None if biases is None else np.concatenate(biases).astype(np.float32)
+    if quant == "int8":
+        stored = [part if isinstance(part, QuantizedTensor) else _quantized(part) for part in parts]
+        whole = QuantizedTensor.concatenate(stored)
+        packed = pack.pack_int8(whole.values, whole.scales, order, bias)
+    else:
+        rows = np.concatenate([part.dequantize() if isinstance(part, QuantizedTensor) else part for part in parts])
+        packed = pack.pack_f16(rows, order, bias) if quant == "f16" else pack.pack_f32(rows, order, bias)
+    return CudaMatrix(
+        quant=packed.quant,
+        weights=upload(packed.weights.reshape(-1)),
+        scales=None if packed.scales is None else upload(packed.scales.reshape(-1)),
+        bias=None if packed.bias is None else upload(packed.bias),
+        factor=packed.factor,
+        tiles=packed.tiles,
+        inputs=packed.inputs,
+        out_features=out_features,
+        nbytes=packed.nbytes,
+    )
+
+
+def _quantized(rows: FloatArray) -> QuantizedTensor:
+    from crucible.model.quantize import quantize  # Numba: only a float checkpoint needs it
+
+    return quantize(rows)
 
 
 @dataclass(frozen=True)

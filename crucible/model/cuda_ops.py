@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crucible.config import ModelConfig
 from crucible.config.engine import PAGE_TOKENS
@@ -22,9 +21,9 @@ from crucible.model.cuda_arrays import CudaCache as CudaCache
 from crucible.model.cuda_arrays import CudaMatrix as CudaMatrix
 from crucible.model.cuda_arrays import DeviceBatch as DeviceBatch
 from crucible.model.cuda_arrays import LastRows as LastRows
+from crucible.model.cuda_arrays import pack_matrix
 from crucible.model.ops import FloatArray, Projection
 from crucible.model.positions import alibi_slopes, rope_tables
-from crucible.quantized import QuantizedTensor
 
 HEAD_DIMS = (64, 128)
 """What the tensor-core attention kernels are compiled for."""
@@ -121,48 +120,19 @@ class CudaOps:
 
     def pack(self, parts: Sequence[Projection], biases: Sequence[FloatArray] | None, quant: str) -> CudaMatrix:
         rows = sum(part.shape[0] for part in parts)
-        return self._pack(parts, biases, quant, pack.plain_order(rows), rows)
+        return pack_matrix(self.device.upload, parts, biases, quant, pack.plain_order(rows), rows)
 
     def pack_qkv(self, parts: Sequence[Projection], biases: Sequence[FloatArray] | None, quant: str) -> CudaMatrix:
         c = self.config
         heads = c.num_heads + 2 * c.num_kv_heads
         order = pack.head_order(heads, c.head_dim, bool(self._interleaved))
-        return self._pack(parts, biases, quant, order, heads * c.head_dim)
+        return pack_matrix(self.device.upload, parts, biases, quant, order, heads * c.head_dim)
 
     def pack_gated(
         self, gate: Projection, up: Projection, biases: Sequence[FloatArray] | None, quant: str
     ) -> CudaMatrix:
         outputs = gate.shape[0]
-        return self._pack([gate, up], biases, quant, pack.gated_order(outputs), outputs)
-
-    def _pack(
-        self,
-        parts: Sequence[Projection],
-        biases: Sequence[FloatArray] | None,
-        quant: str,
-        order: NDArray[np.int32],
-        out_features: int,
-    ) -> CudaMatrix:
-        bias = None if biases is None else np.concatenate(biases).astype(np.float32)
-        if quant == "int8":
-            stored = [part if isinstance(part, QuantizedTensor) else _quantized(part) for part in parts]
-            whole = QuantizedTensor.concatenate(stored)
-            packed = pack.pack_int8(whole.values, whole.scales, order, bias)
-        else:
-            rows = np.concatenate([p.dequantize() if isinstance(p, QuantizedTensor) else p for p in parts])
-            packed = pack.pack_f16(rows, order, bias) if quant == "f16" else pack.pack_f32(rows, order, bias)
-        upload = self.device.upload
-        return CudaMatrix(
-            quant=packed.quant,
-            weights=upload(packed.weights.reshape(-1)),
-            scales=None if packed.scales is None else upload(packed.scales.reshape(-1)),
-            bias=None if packed.bias is None else upload(packed.bias),
-            factor=packed.factor,
-            tiles=packed.tiles,
-            inputs=packed.inputs,
-            out_features=out_features,
-            nbytes=packed.nbytes,
-        )
+        return pack_matrix(self.device.upload, [gate, up], biases, quant, pack.gated_order(outputs), outputs)
 
     def vector(self, values: FloatArray) -> Any:
         return self.device.upload(np.array(values, dtype=np.float32))
@@ -313,9 +283,3 @@ class CudaOps:
             return f"small{tokens}", geometry.small(tiles, inputs, rows, tokens, self.device.processors).grid
         tokens = geometry.BIG_TOKENS[rows > geometry.BIG_TOKENS[0]]
         return f"big{tokens}", geometry.big(tiles, rows, tokens).grid
-
-
-def _quantized(rows: FloatArray) -> QuantizedTensor:
-    from crucible.model.quantize import quantize  # Numba: only a float checkpoint needs it
-
-    return quantize(rows)

@@ -20,7 +20,6 @@ from crucible.kernels.problems import AttentionProblem, Forced, halves
 from crucible.kernels.table import KernelRow
 from crucible.model.cuda_ops import CudaCache, CudaMatrix, CudaOps, DeviceBatch, LastRows
 from crucible.model.ops import FloatArray, Projection
-from crucible.quantized import QuantizedTensor
 
 Host = NDArray[Any]
 NO_TILES = np.zeros(0, np.int32)
@@ -105,35 +104,6 @@ class Expected:
         return np.array(self._ops.attention(qkv, layers - 1, problem, cache))
 
 
-class _Ops(CudaOps):
-    """CudaOps that also packs float16 weights."""
-
-    def _pack(
-        self,
-        parts: Sequence[Projection],
-        biases: Sequence[FloatArray] | None,
-        quant: str,
-        order: NDArray[np.int32],
-        out_features: int,
-    ) -> CudaMatrix:
-        if quant != "f16":
-            return super()._pack(parts, biases, quant, order, out_features)
-        rows = np.concatenate([p.dequantize() if isinstance(p, QuantizedTensor) else p for p in parts])
-        packed = pack.pack_f16(rows, order, None if biases is None else np.concatenate(biases).astype(np.float32))
-        upload = self.device.upload
-        return CudaMatrix(
-            quant="f16",
-            weights=upload(packed.weights.reshape(-1)),
-            scales=None,
-            bias=None if packed.bias is None else upload(packed.bias),
-            factor=packed.factor,
-            tiles=packed.tiles,
-            inputs=packed.inputs,
-            out_features=out_features,
-            nbytes=packed.nbytes,
-        )
-
-
 class OnDevice:
     """One kernel on a device, through CudaOps. ``faults``: what it did beside its results.
 
@@ -151,7 +121,7 @@ class OnDevice:
         reference = kernel.name.startswith("crucible_attention_reference")
         if reference:
             quant = "f32"  # any head_dim
-        self._ops: Any = _Ops(
+        self._ops: Any = CudaOps(
             config, self.device, quant=quant, max_rows=rows, max_sequences=rows, context=context,
             scalar="_scalar_" in kernel.name,
         )  # fmt: skip
