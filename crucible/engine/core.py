@@ -66,7 +66,7 @@ class EngineCore:
         )
         self._info = EngineInfo(
             model_path=model_path,
-            device=config.device,
+            device=getattr(runner, "device_name", config.device),
             quant=config.quant,
             dtype=dtype,
             max_batch=config.max_batch,

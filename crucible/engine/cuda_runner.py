@@ -112,6 +112,11 @@ class CudaRunner:
         return self._lane.batch
 
     @property
+    def device_name(self) -> str:
+        """What the GPU calls itself."""
+        return str(self.device.name)
+
+    @property
     def overlaps(self) -> bool:
         """Whether plans made ahead can be launched: their tokens never leave the device before they are read."""
         return self.device_argmax

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from crucible import __version__
+from crucible.choices import DEVICES, QUANTS
 from crucible.config import EngineConfig
 from crucible.config.engine import parse_size
 from crucible.errors import CrucibleError
@@ -66,8 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="seconds a step may take before /health calls the engine stalled (%(default)s)")
     add("--max-batch", type=whole(1), metavar="N", help=f"requests running at once ({defaults.max_batch})")
     add("--max-queue", type=whole(0), metavar="N", help=f"requests waiting before 429 ({defaults.max_queue})")
-    add("--device", choices=("auto", "cpu", "cuda"), help=f"({defaults.device})")
-    add("--quant", choices=("f32", "int8"), help=f"type of the weights ({defaults.quant})")
+    add("--device", choices=DEVICES, help=f"({defaults.device})")
+    add("--quant", choices=QUANTS, help=f"type of the weights ({defaults.quant})")
     add("--context", type=whole(2), metavar="N",
         help="most tokens of a request, prompt and answer (the model's; on a CPU at most 2048)")
     pages = parser.add_mutually_exclusive_group()

@@ -45,6 +45,7 @@ def test_it_answers_and_reads_its_switches(monkeypatch: pytest.MonkeyPatch, path
         core = engine(monkeypatch, path, **switches)
         device, tokens = core.runner.device, []  # type: ignore[attr-defined]
         device.launches.clear()
+        assert core.engine_info().device == device.name
         assert core.asynchronous is switches.get("async_steps", False)
         for name in ("a", "b", "c"):
             core.add_request(name, [1, 2, 3, 4, 5], SamplingParams(max_tokens=4))
