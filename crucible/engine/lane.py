@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from crucible.engine.batch import Batch
+from crucible.model.cuda_arrays import attention_tiles
 from crucible.native.batch import pages_for
-
-TILE_ROWS = 64  # most rows of an attention tile (cuda/attention_prefill.cu)
 
 
 class Lane:
@@ -32,11 +31,8 @@ class Lane:
         self.tokens = device.pinned(max_sequences, np.int32)
 
     def cut(self, decode_rows: int) -> int:
-        """Prompt rows as attention tiles of at most TILE_ROWS rows of one sequence. Returns how many there are."""
-        tiles = 0
-        for first, end in zip(self.batch.sequence_starts[decode_rows:-1], self.batch.sequence_starts[decode_rows + 1 :],
-                              strict=True):  # fmt: skip
-            for row in range(first, end, TILE_ROWS):
-                self.tile_first[tiles], self.tile_rows[tiles] = row, min(TILE_ROWS, end - row)
-                tiles += 1
-        return tiles
+        """Prompt rows as attention tiles. Returns how many there are."""
+        tiles = attention_tiles(self.batch.sequence_starts[decode_rows:].tolist())
+        for index, (row, count) in enumerate(tiles):
+            self.tile_first[index], self.tile_rows[index] = row, count
+        return len(tiles)

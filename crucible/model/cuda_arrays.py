@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from crucible.kernels.cuda import pack
 from crucible.model.ops import FloatArray, Projection
 from crucible.quantized import QuantizedTensor
+
+TILE_ROWS = 64  # most rows of an attention tile (cuda/attention_prefill.cu)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,13 @@ class LastRows:
 
     x: Any
     rows: Any
+
+
+def attention_tiles(starts: Sequence[int]) -> list[tuple[int, int]]:
+    """First row and row count of each attention tile. starts: row offsets of sequences, and where the last ends."""
+    return [
+        (row, min(TILE_ROWS, end - row)) for first, end in pairwise(starts) for row in range(first, end, TILE_ROWS)
+    ]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class CudaOps:
     """Operations of one model on one GPU, queued on its stream.
 
     quant: weight type, f32, f16 or int8. max_rows, max_sequences: of a batch. context: positions the tables cover.
-    gemm: kernels of projections, ``auto``, ``scalar`` (the reference; ``scalar=True`` says the same), ``small`` or
+    gemm: kernels of projections, ``auto``, ``scalar`` (the reference), ``small`` or
     ``big``; decode_gemm: those of batches of decode rows alone, or ``same``. All but ``scalar`` have equal bits.
     attn: decode attention is ``split`` over blocks or one block's (``single``), with equal bits. prefill_attn: prompt
     rows by the tensor-core kernel (``exact``) or the ``reference``. Raises ConfigError for a geometry without kernels.
@@ -55,7 +55,6 @@ class CudaOps:
         max_rows: int,
         max_sequences: int,
         context: int,
-        scalar: bool = False,
         gemm: str = "auto",
         decode_gemm: str = "same",
         attn: str = "split",
@@ -67,7 +66,7 @@ class CudaOps:
             sizes = " or ".join(map(str, HEAD_DIMS))
             what = f"device cuda needs head_dim {sizes}, this model has {config.head_dim}"
             raise ConfigError(f"{what}; use quant f32 or device cpu")
-        self._gemm = "scalar" if scalar or self.exact else gemm
+        self._gemm = "scalar" if self.exact else gemm
         self._decode_gemm = self._gemm if self._gemm == "scalar" or decode_gemm == "same" else decode_gemm
         self._split, self._prefill_reference = attn == "split", prefill_attn == "reference"
         self._decoding = False  # the batch of this pass is one of decode rows alone

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,10 @@ import numpy as np
 from crucible.checkpoint import Checkpoint
 from crucible.config import ModelConfig
 from crucible.errors import ConfigError
+from crucible.model.cuda_arrays import DeviceBatch, attention_tiles
 from crucible.model.forward import forward
 from crucible.model.ops import FloatArray, IntArray
 from crucible.model.weights import Weights, load_weights
-
-TILE_ROWS = 64  # most rows of a tile of cuda/attention_prefill.cu
 
 Consume = Callable[[int, FloatArray], None]
 """Gets the index of the first of some logit rows, and these rows on the host: float32 [rows, vocab]; views."""
@@ -104,8 +104,6 @@ class Direct:
         rows = host_batch(parts, logit_rows)
         if self.device is None:
             return rows
-        from crucible.model.cuda_ops import DeviceBatch
-
         lengths = [len(part.ids) for part in parts]
         decode_rows = next((i for i, length in enumerate(lengths) if length > 1), len(lengths))
         first, counts = tiles(lengths, decode_rows)
@@ -176,10 +174,7 @@ def host_batch(parts: Sequence[Part], logit_rows: IntArray) -> Rows:
 
 
 def tiles(lengths: Sequence[int], decode_rows: int) -> tuple[IntArray, IntArray]:
-    """First row and number of rows of each attention tile: the rows behind the decode rows, TILE_ROWS a sequence."""
-    cut, row = [], decode_rows
-    for length in lengths[decode_rows:]:
-        cut += [(row + at, min(TILE_ROWS, length - at)) for at in range(0, length, TILE_ROWS)]
-        row += length
-    table = np.array(cut, np.int32).reshape(-1, 2)
+    """First row and number of rows of each attention tile of the rows behind the decode rows."""
+    starts = list(accumulate(lengths[decode_rows:], initial=decode_rows))
+    table = np.array(attention_tiles(starts), np.int32).reshape(-1, 2)
     return np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])

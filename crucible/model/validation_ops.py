@@ -123,7 +123,7 @@ class OnDevice:
             quant = "f32"  # any head_dim
         self._ops: Any = CudaOps(
             config, self.device, quant=quant, max_rows=rows, max_sequences=rows, context=context,
-            scalar="_scalar_" in kernel.name,
+            gemm="scalar" if "_scalar_" in kernel.name else "auto",
         )  # fmt: skip
         if kernel.op == "qkv":
             self._ops.exact = kernel.name.endswith("_qkv32")  # which of the two epilogues is asked for

@@ -170,19 +170,6 @@ def unpack(matrix: PackedMatrix, order: Order) -> NDArray[np.float32]:
     return out
 
 
-def quantize(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
-    """int8 [N, K] and 16-bit scales [N, ceil(K / 32)] of float32 [N, K]: by the CPU's kernel, so with its results."""
-    from crucible.kernels.cpu import linear, runtime  # noqa: F401  (runtime first: it configures Numba)
-
-    rows, inputs = weights.shape
-    blocks, groups = -(-rows // linear.LANES), -(-inputs // GROUP)
-    values = np.zeros((blocks, inputs, linear.LANES), np.int8)
-    scales = np.zeros((blocks, groups, linear.LANES), np.uint16)
-    linear.pack_i8(np.ascontiguousarray(weights, np.float32), values, scales, 0, 1)
-    flat = values.transpose(0, 2, 1).reshape(-1, inputs)[:rows]
-    return np.ascontiguousarray(flat), np.ascontiguousarray(scales.transpose(0, 2, 1).reshape(-1, groups)[:rows])
-
-
 def _exponent(largest: float) -> int:
     """e with largest · 2^e in [2^7, 2^8); 0 for a matrix of zeros."""
     return 8 - int(np.frexp(largest)[1]) if largest > 0.0 else 0

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from crucible.kernels.cuda import geometry, pack
 from crucible.kernels.cuda.pack import PackedMatrix
+from crucible.model.quantize import quantize
 from tests.emulator import Emulated
 
 TENSOR_KERNELS = ("small8", "small16", "small32", "big64", "big128")
@@ -22,10 +23,15 @@ def kernels(family: str) -> Emulated:
     return Emulated(f"linear_{family}.cu")
 
 
+def quantized(weights: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
+    made = quantize(weights)
+    return made.values, made.scales
+
+
 def packed(quant: str, weights: NDArray[np.float32], order: Any = None, bias: Any = None) -> PackedMatrix:
     order = pack.plain_order(len(weights)) if order is None else order
     if quant == "int8":
-        return pack.pack_int8(*pack.quantize(weights), order, bias)
+        return pack.pack_int8(*quantized(weights), order, bias)
     return (pack.pack_f16 if quant == "f16" else pack.pack_f32)(weights, order, bias)
 
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from crucible.kernels.cuda import pack
 from crucible.kernels.cuda.pack import PackedMatrix
+from tests.kernels.cuda.linear_runs import quantized
 
 
 def weights(rows: int, inputs: int, seed: int = 1) -> NDArray[np.float32]:
@@ -26,14 +27,14 @@ def test_unpacking_gives_the_weights_back(rows: int, inputs: int) -> None:
     halves = pack.pack_f16(w, order)
     exact = np.ldexp(np.ldexp(w, halves.exponent).astype(np.float16).astype(np.float32), -halves.exponent)
     assert np.array_equal(pack.unpack(halves, order), exact)
-    values, scales = pack.quantize(w)
+    values, scales = quantized(w)
     assert np.array_equal(pack.unpack(pack.pack_int8(values, scales, order), order), dequantize(values, scales))
 
 
 def test_the_place_of_each_weight() -> None:
     """Written out once more, element by element."""
     w = weights(32, 128)
-    values, scales = pack.quantize(w)
+    values, scales = quantized(w)
     order = pack.plain_order(32)
     as_int8, as_f16 = pack.pack_int8(values, scales, order), pack.pack_f16(w, order)
     halves = np.ldexp(w, as_f16.exponent).astype(np.float16)
@@ -56,7 +57,7 @@ def test_the_largest_weight_lies_between_128_and_256(size: float) -> None:
     w = (np.random.default_rng(2).uniform(-1, 1, (20, 70)) * size).astype(np.float32)
     w[3, 5] = size
     order = pack.plain_order(20)
-    for matrix in (pack.pack_f16(w, order), pack.pack_int8(*pack.quantize(w), order)):
+    for matrix in (pack.pack_f16(w, order), pack.pack_int8(*quantized(w), order)):
         largest = np.ldexp(np.abs(pack.unpack(matrix, order)).max(), matrix.exponent)
         assert 128 <= largest < 256
         assert np.float32(matrix.factor) == np.ldexp(1.0, -matrix.exponent)
@@ -80,7 +81,7 @@ def test_small_scales_are_rounded_to_subnormal_halves_and_unused_ones_dropped() 
 def test_zeros_have_exponent_zero() -> None:
     zeros = np.zeros((16, 64), np.float32)
     order = pack.plain_order(16)
-    for matrix in (pack.pack_f16(zeros, order), pack.pack_int8(*pack.quantize(zeros), order)):
+    for matrix in (pack.pack_f16(zeros, order), pack.pack_int8(*quantized(zeros), order)):
         assert matrix.exponent == 0
         assert not pack.unpack(matrix, order).any()
 
@@ -109,7 +110,7 @@ def test_orders_move_rows_and_biases(quant: str) -> None:
 
     def packed(rows: NDArray[np.int32]) -> PackedMatrix:
         if quant == "int8":
-            return pack.pack_int8(*pack.quantize(w), rows, bias)
+            return pack.pack_int8(*quantized(w), rows, bias)
         return (pack.pack_f16 if quant == "f16" else pack.pack_f32)(w, rows, bias)
 
     moved, plain = packed(order), packed(pack.plain_order(22))
@@ -124,7 +125,7 @@ def test_orders_move_rows_and_biases(quant: str) -> None:
 def test_many_tiles_are_packed_slab_by_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     w = weights(100, 64)
     order = pack.plain_order(100)
-    values, scales = pack.quantize(w)
+    values, scales = quantized(w)
     whole = [pack.pack_int8(values, scales, order), pack.pack_f16(w, order), pack.pack_f32(w, order)]
     monkeypatch.setattr(pack, "_SLAB", 2)
     parts = [pack.pack_int8(values, scales, order), pack.pack_f16(w, order), pack.pack_f32(w, order)]
