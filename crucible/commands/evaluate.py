@@ -1,10 +1,12 @@
-"""``crucible eval``: cross-entropy of a text under a model, by weight type."""
+"""``crucible eval``: cross-entropy of texts under a model, by weight type."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from crucible.choices import QUANTS
 from crucible.commands.options import (
@@ -15,9 +17,18 @@ from crucible.commands.options import (
     engine_config,
     gpu_settings,
     positive,
+    progress,
     read_file,
 )
 from crucible.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from crucible.commands.comparison import Comparison
+    from crucible.commands.session import Session
+    from crucible.tokenizer import Tokenizer
 
 
 def quant_list(text: str) -> list[str]:
@@ -32,15 +43,25 @@ def quant_list(text: str) -> list[str]:
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "eval",
-        help="cross-entropy of a text under a model",
+        help="cross-entropy of texts under a model",
         description=(
-            "Scores a UTF-8 text: cross-entropy in nats a token, perplexity, bits per byte, tokens a second. The text "
-            "is cut into windows of the context; the first token of each window is only read, never scored."
+            "Scores UTF-8 texts, all together: cross-entropy in nats a token, perplexity, bits per byte, tokens a "
+            "second. Each text is cut into windows of the context; the first token of each window is only read, never "
+            "scored. The line of a later weight type ends with what it costs over the first: the mean difference of a "
+            "token's nats ± its standard error."
         ),
     )
     add_model(parser)
-    parser.add_argument("--data", metavar="FILE", required=True, help="UTF-8 text to score; - is standard input")
-    parser.add_argument("--tokens", type=positive, metavar="N", help="score the first N tokens (default: all)")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        metavar="FILE",
+        required=True,
+        help="UTF-8 texts to score (MODEL goes before --data); - is standard input",
+    )
+    parser.add_argument(
+        "--tokens", type=positive, metavar="N", help="score the first N tokens of each text (default: all)"
+    )
     parser.add_argument(
         "--context", type=positive, metavar="N", help="window length (default: the model's, at most 2048)"
     )
@@ -54,13 +75,22 @@ def add_parser(subparsers: Subparsers) -> None:
         "--quant",
         type=quant_list,
         metavar="LIST",
-        help="f32, int8 or f32,int8 (default: $CRUCIBLE_QUANT, else f32)",
+        help="f32, int8 or f32,int8; on a GPU also f16 (default: $CRUCIBLE_QUANT, else f32)",
+    )
+    parser.add_argument(
+        "--against",
+        choices=("cpu",),
+        help=(
+            "compute every window on the CPU too, with the same weight type (with f32 for f16, which a CPU has not), "
+            "and compare; exit 1 if they choose different tokens where the CPU's two largest logits lie further apart "
+            "than 10 times the bound for rounding: 1e-4 of the largest |logit| for f32, 1e-3 for int8 and f16"
+        ),
     )
     add_device(parser)
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     from crucible.checkpoint import open_checkpoint
     from crucible.engine.settings import choose_device
     from crucible.model_text import ModelText
@@ -70,18 +100,14 @@ def run(args: argparse.Namespace) -> None:
     settings = engine_config(args, default_quant="f32", quant=quant)
     if args.context is not None and args.prefill_ctx is not None:
         raise ConfigError("--context and --prefill-ctx both say how long a window is; give one of them")
+    if args.data.count("-") > 1:
+        raise ConfigError("--data names standard input (-) twice, and it can be read once")
     device = choose_device(settings.device)
     path = resolve(args.model)
     with open_checkpoint(path) as checkpoint:
         config = checkpoint.config
     tokenizer = ModelText(path, config).required()
-    ids = tokenizer.encode_prompt(decode_utf8(read_file(args.data), args.data))
-    if args.tokens is not None:
-        if args.tokens > len(ids):
-            raise RequestError(f"{args.data} has only {len(ids)} tokens, fewer than --tokens {args.tokens}", "tokens")
-        ids = ids[: args.tokens]
-    if len(ids) < 2:
-        raise RequestError(f"{args.data} has {len(ids)} tokens; scoring needs at least 2", "data")
+    texts = [read_ids(name, tokenizer, args.tokens, alone=len(args.data) == 1) for name in args.data]
 
     longest = config.context_length
     context = args.prefill_ctx or args.context or min(longest, 2048)
@@ -89,29 +115,89 @@ def run(args: argparse.Namespace) -> None:
         name = "--context" if args.prefill_ctx is None else "--prefill-ctx"
         raise RequestError(f"{name} must lie in 2 … {longest}, got {context}", "context")
 
+    from crucible.commands.comparison import CPU_QUANTS, Comparison
     from crucible.commands.session import CHUNK_TOKENS, Session
 
-    parts = windows(ids, context)
-    scored = len(ids) - 1
-    size = sum(len(tokenizer.decode_bytes(part[1:])) for part in parts)
-    titles = f"{'quant':<6}{'tokens':>9}{'nats/token':>13}{'perplexity':>13}{'bits/byte':>12}{'tokens/s':>11}\n"
-    for quant in args.quant or [settings.quant]:
-        session = Session(
+    def load(quant: str, device: str, chunk: int = CHUNK_TOKENS) -> Session:
+        return Session(
             path,
             quant=quant,
             context=context,
             threads=settings.threads,
             device=device,
             **gpu_settings(settings),
-            chunk=args.prefill_ctx or CHUNK_TOKENS,
+            chunk=chunk,
         )
-        started = time.perf_counter()
-        nats = -sum(float(session.score(part).sum()) for part in parts)
-        rate = scored / (time.perf_counter() - started)
-        mean, bits = nats / scored, nats / math.log(2) / size
-        line = f"{quant:<6}{scored:>9}{mean:>13.6f}{perplexity(mean):>13.4f}{bits:>12.6f}{rate:>11.1f}"
-        print(titles + line, flush=True)
-        titles = ""
+
+    cut = [(name, windows(ids, context)) for name, ids in zip(args.data, texts, strict=True)]
+    size = sum(len(tokenizer.decode_bytes(ids[1:])) for ids in texts)
+    quants = args.quant or [settings.quant]
+    table = Table(quants, size)
+    code = 0
+    for quant in quants:
+        comparison = None
+        if args.against is not None:
+            comparison = Comparison(load(CPU_QUANTS[quant], args.against), device=device, quant=quant)
+        scores, seconds = score(load(quant, device, args.prefill_ctx or CHUNK_TOKENS), cut, comparison)
+        print(table.line(quant, scores, seconds), flush=True)
+        if comparison is not None:
+            print(comparison.line(scores), flush=True)
+            if comparison.fault is not None:
+                progress(comparison.fault)
+                code = 1
+    return code
+
+
+def read_ids(name: str, tokenizer: Tokenizer, limit: int | None, *, alone: bool) -> list[int]:
+    """The file's tokens, at most ``limit``; a file that is ``alone`` must have so many. Raises RequestError."""
+    ids = tokenizer.encode_prompt(decode_utf8(read_file(name), name))
+    if limit is not None and limit > len(ids) and alone:
+        raise RequestError(f"{name} has only {len(ids)} tokens, fewer than --tokens {limit}", "tokens")
+    ids = ids[:limit]
+    if len(ids) < 2:
+        raise RequestError(f"{name} has {len(ids)} tokens; scoring needs at least 2", "data")
+    return ids
+
+
+def score(
+    session: Session, texts: Sequence[tuple[str, list[list[int]]]], comparison: Comparison | None
+) -> tuple[npt.NDArray[np.float64], float]:
+    """Log-probability float64 [tokens] of all scored tokens of named texts in windows, and the seconds it took."""
+    import numpy as np
+
+    found = []
+    started = time.perf_counter()
+    for name, parts in texts:
+        start = 0
+        for part in parts:
+            found.append(session.score(part, None if comparison is None else comparison.watch(part, name, start)))
+            start += len(part) - 1
+    seconds = time.perf_counter() - started
+    return np.concatenate(found), seconds - (0 if comparison is None else comparison.seconds)
+
+
+class Table:
+    """The lines of ``quants`` for texts whose scored tokens are ``size`` bytes; the first comes with the titles."""
+
+    def __init__(self, quants: Sequence[str], size: int) -> None:
+        self._titles = f"{'quant':<6}{'tokens':>9}{'nats/token':>13}{'perplexity':>13}{'bits/byte':>12}{'tokens/s':>11}"
+        if len(quants) > 1:
+            self._titles += f"  over {quants[0]}"
+        self._size = size
+        self._first: npt.NDArray[np.float64] | None = None
+
+    def line(self, quant: str, scores: npt.NDArray[np.float64], seconds: float) -> str:
+        """``scores``: log-probabilities float64 [tokens], of the same tokens for every weight type."""
+        from crucible.commands.paired_difference import PairedDifference
+
+        nats = -float(scores.sum())
+        mean, bits = nats / len(scores), nats / math.log(2) / self._size
+        rate = len(scores) / seconds
+        line = f"{quant:<6}{len(scores):>9}{mean:>13.6f}{perplexity(mean):>13.4f}{bits:>12.6f}{rate:>11.1f}"
+        if self._first is None:
+            self._first = scores
+            return f"{self._titles}\n{line}"
+        return f"{line}  {PairedDifference.of(-scores, -self._first)}"
 
 
 def perplexity(nats: float) -> float:

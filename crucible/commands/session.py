@@ -81,8 +81,11 @@ class Session:
             tokens.append(select(logits, 0.0, 1, 0, 0, len(tokens), self.config.token_count))
         return tokens[len(prompt) :], logits
 
-    def score(self, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Log-probability float64 [n − 1] of each token but the first, given those before it (teacher forcing)."""
+    def score(self, tokens: Sequence[int], see: Consume | None = None) -> npt.NDArray[np.float64]:
+        """Log-probability float64 [n − 1] of each token but the first, given those before it (teacher forcing).
+
+        ``see`` also gets the logits they come from: the position of the first row, and at most HEAD_ROWS rows.
+        """
         check_token_ids(tokens, self.config.token_count)
         targets = np.asarray(tokens[1:], np.int64)
         scores = np.empty(len(targets))
@@ -92,16 +95,21 @@ class Session:
             def note(first: int, rows: FloatArray, start: int = start) -> None:
                 places = slice(start + first, start + first + len(rows))
                 scores[places] = log_probabilities(rows[:, : self.config.token_count], targets[places])
+                if see is not None:
+                    see(start + first, rows)
 
             self._forward(ids, start, np.arange(len(ids), dtype=np.int32), note)
         return scores
 
-    def rows(self, tokens: Sequence[int]) -> FloatArray:
-        """Logits of every position, float32 [len(tokens), vocab]."""
+    def rows(self, tokens: Sequence[int], start: int = 0) -> FloatArray:
+        """Logits of the positions from ``start`` on, float32 [len(tokens) − start, vocab].
+
+        What an earlier call left of the positions before ``start`` is reused.
+        """
         parts: list[FloatArray] = []
-        for start in range(0, len(tokens), self._chunk):
-            ids = tokens[start : start + self._chunk]
-            self._forward(ids, start, np.arange(len(ids), dtype=np.int32), lambda _, rows: parts.append(rows.copy()))
+        for place in range(start, len(tokens), self._chunk):
+            ids = tokens[place : place + self._chunk]
+            self._forward(ids, place, np.arange(len(ids), dtype=np.int32), lambda _, rows: parts.append(rows.copy()))
         return np.concatenate(parts)
 
     def logits(self, tokens: Sequence[int], start: int = 0) -> FloatArray:

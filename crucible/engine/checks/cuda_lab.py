@@ -88,7 +88,9 @@ def attention_forms(config: ModelConfig, quant: str, device: Any, context: int) 
 
     The same scratch serves every call, with what the last one left in it.
     """
-    config = msgspec.structs.replace(config, num_layers=2, vocab_size=16, token_count=16)  # little scratch
+    config = msgspec.structs.replace(  # little scratch
+        config, num_layers=2, vocab_size=16, token_count=16, bos_token_id=None, eos_token_ids=[]
+    )
     names = [f"decode_{config.head_dim}", f"prefill_{config.head_dim}"] if quant != "f32" else ["reference_f32_f32"]
 
     def form(name: str) -> Attend:
