@@ -103,7 +103,7 @@ def test_a_variable_wins_over_the_callers_default() -> None:
         ("PREFILL", "serial", "prefill", "serial"),
         ("DEVICE_ARGMAX", "0", "device_argmax", False),
         ("DEVICE_TOPK", "0", "device_topk", False),
-        ("ASYNC_STEPS", "1", "async_steps", True),
+        ("ASYNC_STEPS", "0", "async_steps", False),
         ("QUANT", "f16", "quant", "f16"),
     ],
 )

@@ -15,11 +15,25 @@ import pytest
 
 from crucible.cli import main
 from crucible.commands.validate import Result, report, results, select
+from crucible.engine.checks.suite import CHECKS
 from crucible.errors import ConfigError
 from crucible.kernels import comparison, validate
 from crucible.kernels.device import CudaDevice
-from crucible.kernels.table import KERNELS
+from crucible.kernels.problems import LINEAR
+from crucible.kernels.table import KERNELS, KernelRow
 from tests.kernels.cuda.emulated_device import EmulatedDevice
+from tests.mutations.run import PATCHES, read
+
+
+def families(row: KernelRow) -> list[str]:
+    """The code that computes a kernel, without sizes and types of results; of a projection its epilogue's op, too."""
+    if match := LINEAR.fullmatch(row.name):
+        return [f"linear_{match['form'].rstrip('0123456789')}_{match['weights']}", row.op]
+    name = row.name.removeprefix("crucible_")
+    return [name if row.op == "embed" else re.sub(r"(_f16|_f32|_\d+)+$", "", name)]
+
+
+FAMILIES = sorted({family for row in KERNELS for family in families(row)})
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +45,16 @@ def test_every_kernel_is_within_its_bound(emulated: list[Result]) -> None:
     assert [f"{r.kernel} {r.label}: {r.error} {r.fault}" for r in emulated if r.fault] == []
     assert {r.kernel for r in emulated} == {row.name for row in KERNELS}
     assert all(r.why for r in emulated)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_within_its_bound(family: str) -> None:
+    """What a bug in one place changes (tests/mutations). One form of a projection is enough for its epilogue."""
+    cases = [check for check in select(None, small=True) if family in families(check.kernel)]
+    if family in validate.MAKERS and any("_scalar_" in check.kernel.name for check in cases):
+        cases = [check for check in cases if "_scalar_" in check.kernel.name]
+    for result in results(EmulatedDevice(lazy=True), cases, "reference"):
+        assert not result.fault, f"{result.kernel} {result.label}: {result.fault}"
 
 
 def test_bounds_are_no_wider_than_they_need_be(emulated: list[Result]) -> None:
@@ -46,6 +70,21 @@ def test_the_full_table_has_every_kernel_and_geometry() -> None:
     for name in validate.GEOMETRIES:
         assert any(check.label.startswith(name) for check in checks)
     assert 1000 < len(checks) < 2000
+
+
+def test_every_check_has_a_mutation_that_it_notices() -> None:
+    """Families of kernels and checks of the exactness suite; tests/mutations/run.py sees to the noticing."""
+    wanted = {f"validate {family}" for family in FAMILIES} | {f"check {name}" for name in CHECKS}
+    planted = [mutation for mutation in map(read, sorted(PATCHES.glob("*.patch"))) if mutation.check]
+    assert wanted == {mutation.check for mutation in planted}
+    for mutation in planted:
+        command, name = mutation.check.split()
+        tests = " ".join(mutation.tests)
+        if command == "validate":
+            assert tests == f"tests/test_validate.py::test_a_family_is_within_its_bound[{name}]", mutation.name
+        else:
+            assert re.match(r"tests/engine/test_(device_)?checks\.py::", tests), mutation.name
+            assert name in tests, mutation.name
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """``crucible bench kernels``: the projection kernels by shape and number of rows, against what the GPU can do at all.
 
-This table decides crucible.model.cuda_ops.SMALL_ROWS.
+The constants of crucible.kernels.cuda.geometry.cheapest come from this table.
 """
 
 from __future__ import annotations

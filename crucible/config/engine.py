@@ -51,9 +51,9 @@ class EngineConfig:
     ``scalar``, one multiply-add at a time; decode_gemm: those of steps that only decode, or ``same``. attn: decode
     attention ``split`` over blocks, or ``single``. prefill_attn: of prompts, ``exact`` (as decode computes it) or the
     plain ``reference``. Bits differ by ``scalar`` and ``reference`` only. batch_graph: decode steps replay captured
-    graphs; prefill_graph: so do steps with prompts whose shape comes again. async_steps: a greedy decode step is
-    queued while the one before it computes (off until it has been checked on a GPU). device_argmax, device_topk: tokens
-    and candidates are chosen on the device. overlap: a kernel may be launched before the one before it has ended
+    graphs; prefill_graph: so do steps with prompts whose shape comes again. async_steps: a greedy decode step is queued
+    while the one before it computes. device_argmax, device_topk: tokens and candidates are chosen on the device.
+    overlap: a kernel may be launched before the one before it has ended
     (compute capability 9.0 and later).
     """
 
@@ -78,7 +78,7 @@ class EngineConfig:
     prefill_attn: str = "exact"
     batch_graph: bool = True
     prefill_graph: bool = True
-    async_steps: bool = False
+    async_steps: bool = True
     device_argmax: bool = True
     device_topk: bool = True
     overlap: bool = True

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +51,14 @@ def gpu_available() -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A graph, and the memory that its launches were given: it holds addresses, which keep nothing alive."""
+
+    graph: Any
+    memory: tuple[Any, ...]
+
+
 class CudaDevice:
     """The GPU ``index``, through CuPy. Raises ConfigError when there is none that can be used, saying what to do."""
 
@@ -77,6 +86,7 @@ class CudaDevice:
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
         self._stream_handle = int(self.stream.ptr)
         self.module = Module(self.arch, overlap=overlap, say=say)
+        self._captured: dict[int, Any] | None = None  # memory by identity, while a graph is captured
 
     def zeros(self, shape: Shape, dtype: npt.DTypeLike) -> Any:
         try:
@@ -98,10 +108,14 @@ class CudaDevice:
         return array
 
     def copy(self, source: Any, target: Any) -> None:
+        if self._captured is not None:
+            self._hold((source, target))
         with self.stream:
             self.cupy.copyto(target, source, casting="same_kind")
 
     def launch(self, name: str, grid: Grid, *arguments: Any) -> None:
+        if self._captured is not None:
+            self._hold(arguments)
         self.module.queue(name, grid, self._stream_handle, arguments)
 
     def memory(self) -> tuple[int, int]:
@@ -137,8 +151,8 @@ class CudaDevice:
             raise EngineError(f"the GPU failed: {error}") from None
 
     def replay(self, graph: Any) -> None:
-        """Queue a captured graph."""
-        graph.launch(self.stream)
+        """Queue a graph of ``capture``."""
+        graph.graph.launch(self.stream)
 
     def mark(self) -> Any:
         """An event at the end of what is queued now."""
@@ -153,8 +167,9 @@ class CudaDevice:
         except self.cupy.cuda.runtime.CUDARuntimeError as error:
             raise EngineError(f"the GPU failed: {error}") from None
 
-    def capture(self, work: Callable[[], None]) -> Any:
+    def capture(self, work: Callable[[], None]) -> Captured | None:
         """A graph of what ``work`` launches, which allocates nothing, or None if this cannot be captured."""
+        self._captured = {}
         try:
             with self.stream:
                 self.stream.begin_capture()
@@ -162,7 +177,16 @@ class CudaDevice:
                     work()
                 finally:
                     graph = self.stream.end_capture()
-            return graph
+            return Captured(graph, tuple(self._captured.values()))
         except Exception as error:  # whatever CUDA or CuPy finds unfit: eagerly the same may work, or say what is wrong
             log.warning("no graph could be captured, so this size runs without: %s", error)
             return None
+        finally:
+            self._captured = None
+
+    def _hold(self, values: Iterable[Any]) -> None:
+        assert self._captured is not None
+        for value in values:
+            memory = getattr(getattr(value, "data", None), "mem", None)
+            if memory is not None:
+                self._captured[id(memory)] = memory

@@ -60,12 +60,7 @@ def linear_grid(name: str, tiles: int, inputs: int, rows: int, processors: int) 
     match = LINEAR.fullmatch(name)
     if match is None:
         raise ValueError(f"{name} is no projection kernel")
-    form = match["form"]
-    if form == "scalar":
-        return geometry.scalar(tiles, rows).grid
-    if form.startswith("big"):
-        return geometry.big(tiles, rows, int(form[3:])).grid
-    return geometry.small(tiles, inputs, rows, int(form[5:]), processors).grid
+    return geometry.launch(match["form"], tiles, inputs, rows, processors).grid
 
 
 @dataclass(frozen=True)
@@ -176,7 +171,7 @@ def selection_rows(random: np.random.Generator, width: int, token_count: int) ->
     rows[4] = np.round(rows[4])
     rows[5, :token_count:3] = np.nan
     rows[6] = np.nan
-    rows[7] = np.where(np.arange(width) % 2, -0.0, 0.0)
+    rows[7] = np.where(np.arange(width) % 2, 0.0, -0.0)  # the first is −0, so that a first +0 would be wrong
     rows[8] = -np.inf
     rows[9, some] = np.inf
     rows[:, token_count:] = np.inf

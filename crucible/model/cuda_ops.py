@@ -29,11 +29,6 @@ HEAD_DIMS = (64, 128)
 """What the tensor-core attention kernels are compiled for."""
 PIECE = 128  # positions of a piece (cuda/attention.cuh)
 PARTIAL_EXTRA = 4  # floats beside the sums of a piece
-SMALL_ROWS = 1024
-"""Up to here projections take linear_small, whose blocks share out the chunks of K: the matrices of a small model give
-linear_big too few blocks for a large GPU. The 120M shape on an H200, with a limit of 1,100 rows and of 64: a decode
-step of 128 requests 739 and 1,770 µs, of 256 requests 1,231 and 1,941 µs, a prompt of 1,024 tokens 167k and 104k
-tokens/s. Wide models want a lower limit: this one should come from the matrix, once there are measurements."""
 
 
 class CudaOps:
@@ -276,9 +271,11 @@ class CudaOps:
 
     def _choose(self, gemm: str, tiles: int, inputs: int, rows: int) -> tuple[str, tuple[int, int]]:
         if gemm == "scalar":
-            return "scalar", geometry.scalar(tiles, rows).grid
-        if gemm == "small" or (gemm == "auto" and rows <= SMALL_ROWS):
-            tokens = geometry.small_tokens(rows, inputs)
-            return f"small{tokens}", geometry.small(tiles, inputs, rows, tokens, self.device.processors).grid
-        tokens = geometry.BIG_TOKENS[rows > geometry.BIG_TOKENS[0]]
-        return f"big{tokens}", geometry.big(tiles, rows, tokens).grid
+            form = "scalar"
+        elif gemm == "auto":
+            form = geometry.cheapest(tiles, inputs, rows, self.device.processors)
+        elif gemm == "small":
+            form = f"small{geometry.small_tokens(rows, inputs)}"
+        else:
+            form = f"big{geometry.BIG_TOKENS[rows > geometry.BIG_TOKENS[0]]}"
+        return form, geometry.launch(form, tiles, inputs, rows, self.device.processors).grid

@@ -40,13 +40,13 @@ def engine(monkeypatch: pytest.MonkeyPatch, path: Path, free: int = 2**31, **set
 
 def test_it_answers_and_reads_its_switches(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     answers = []
-    for switches in ({"async_steps": True}, {"gemm": "big", "attn": "single", "batch_graph": False},
+    for switches in ({}, {"async_steps": False}, {"gemm": "big", "attn": "single", "batch_graph": False},
                      {"decode_gemm": "big", "prefill_graph": False}, {"prefill_attn": "reference"}):  # fmt: skip
         core = engine(monkeypatch, path, **switches)
         device, tokens = core.runner.device, []  # type: ignore[attr-defined]
         device.launches.clear()
         assert core.engine_info().device == device.name
-        assert core.asynchronous is switches.get("async_steps", False)
+        assert core.asynchronous is switches.get("async_steps", True)
         for name in ("a", "b", "c"):
             core.add_request(name, [1, 2, 3, 4, 5], SamplingParams(max_tokens=4))
             while core.has_work():
@@ -57,7 +57,7 @@ def test_it_answers_and_reads_its_switches(monkeypatch: pytest.MonkeyPatch, path
         assert ("_small8_f16_qkv" in names) == (switches.get("gemm") != "big")
         assert ("attention_reference" in names) == ("prefill_attn" in switches)
         assert core.runner.ops.decode_splits(1) == 1  # type: ignore[attr-defined]
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == answers[1] == answers[2] == answers[3]
 
 
 @pytest.mark.parametrize(("switches", "graphs"), [

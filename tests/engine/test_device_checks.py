@@ -22,7 +22,8 @@ from tests.kernels.cuda.emulated_device import EmulatedDevice
 
 MODEL = {
     "head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "hidden_size": 64, "intermediate_size": 64, "num_layers": 1,
-    "vocab_size": 48, "token_count": 43, "eos_token_ids": [], "context_length": 192,
+    "vocab_size": 48, "token_count": 43, "eos_token_ids": [42], "context_length": 192,
+    "tied_embeddings": False,
 }  # fmt: skip
 
 
@@ -56,8 +57,15 @@ def generator() -> np.random.Generator:
 def test_graphs_answer_as_eager_steps_do(model: Path) -> None:
     made = lab(model, EmulatedDevice(lazy=True))
     outcomes = list(graphs(made, 1, generator()))
-    assert [outcome.difference for outcome in outcomes] == [None] * 3
+    assert [outcome.difference for outcome in outcomes] == [None] * 4
     assert all("steps replayed" in outcome.case for outcome in outcomes)
+
+
+@pytest.mark.parametrize("name", ["sampling", "packed"])
+def test_requests_together_answer_as_alone(model: Path, name: str) -> None:
+    with open_checkpoint(model) as checkpoint:
+        made = cuda_lab(checkpoint, "int8", 192, device=EmulatedDevice(lazy=True), largest_batch=16)
+    assert [outcome.difference for outcome in CHECKS[name](made, 1, generator()) if outcome.difference] == []
 
 
 def test_a_graph_that_computes_something_else_is_found(model: Path) -> None:

@@ -6,6 +6,7 @@ A patch is a unified diff (``patch -p1``, ``git apply``) under a few header line
 
     What: one line, the bug it plants
     Tests: tests/a.py::test_x tests/b.py -k 'pytest arguments'
+    Check: validate rmsnorm        (or: check paged; only where those tests run this check of crucible's own)
 
 Exit code 0: every bug was noticed. A patch that does not apply, a build that fails, a test that cannot be collected or
 a run without a failed test counts as not noticed. The tree must be built in place (pip install -e . does that).
@@ -40,12 +41,13 @@ TESTS_FAILED = 1  # pytest's exit code; 2 and above are faults of the run, not f
 
 @dataclass(frozen=True)
 class Mutation:
-    """One patch: its file, what it plants, the tests that must notice, the files it touches."""
+    """One patch: its file, what it plants, the tests that must notice, the files it touches, a check to test."""
 
     path: Path
     what: str
     tests: list[str]
     files: list[str]
+    check: str = ""
 
     @property
     def name(self) -> str:
@@ -60,11 +62,11 @@ def read(path: Path) -> Mutation:
     """Parses a patch file. Raises ValueError when a header line is missing."""
     text = path.read_text(encoding="utf-8")
     head = text.split("\n--- ", 1)[0]
-    header = dict(re.findall(r"^(What|Tests): *(.+)$", head, re.MULTILINE))
+    header = dict(re.findall(r"^(What|Tests|Check): *(.+)$", head, re.MULTILINE))
     files = re.findall(r"^\+\+\+ b/(\S+)", text, re.MULTILINE)
-    if set(header) != {"What", "Tests"} or not files:
+    if not {"What", "Tests"} <= set(header) or not files:
         raise ValueError(f"{path.name}: needs 'What:', 'Tests:' and a diff with a/ and b/ paths")
-    return Mutation(path, header["What"], shlex.split(header["Tests"]), files)
+    return Mutation(path, header["What"], shlex.split(header["Tests"]), files, header.get("Check", ""))
 
 
 def copy_tree(destination: Path) -> Path:

@@ -19,6 +19,8 @@ from crucible.native.batch import pages_for
 
 EDGES = (0, 1, 14, 15, 16, 17, 63, 64, 65, 126, 127, 128, 129, 255, 256, 257, 300)
 """Positions around the ends of pages, tiles and pieces."""
+MIXED = 80
+"""Rows of a step whose prompts are cut in several ways: more than an attention tile has."""
 ENGINE_SHARE = 10
 """One in so many cases of ``attention`` runs requests through the engine, too."""
 
@@ -39,6 +41,8 @@ def graphs(lab: Lab, cases: int, random: np.random.Generator) -> Iterator[Outcom
         jobs, pages = crowded(lab, random, most)
         reuse: dict[str, Any] = {"kv_pages": pages, "shuffle": np.random.default_rng(case)}
         yield replayed(lab, f"{case}: cancellations, {pages} pages used again", jobs, reuse)
+        if lab.context > MIXED:
+            yield replayed(lab, f"{case}: mixtures of {MIXED} rows", mixtures(lab, random), {"prefill_budget": 128})
 
 
 def replayed(lab: Lab, case: str, jobs: list[Job], settings: dict[str, Any]) -> Outcome:
@@ -85,6 +89,21 @@ def shrinking(lab: Lab, random: np.random.Generator, most: int) -> list[Job]:
         for i in range(half - 1)
     ]
     return first + second
+
+
+def mixtures(lab: Lab, random: np.random.Generator) -> list[Job]:
+    """Steps of as many rows, each twice: of what else a graph depends on, any two differ in one or two things.
+
+    A prompt of two tiles, so with one row of logits; two prompts of a tile each; of three tiles; one and a decode row.
+    """
+    steps = ([MIXED], [MIXED // 2, MIXED // 2], [MIXED - 10, 10], [MIXED - 1])
+    jobs = [
+        Job(f"s{step}.{i}", ids(lab, random, length), params(random, 1, sampled=False), arrival=step + step // 6)
+        for step, lengths in enumerate(lengths for lengths in steps for _ in range(2))
+        for i, length in enumerate(lengths)
+    ]
+    decoding = Job("d", ids(lab, random, 1), params(random, 4, sampled=False), arrival=6)  # in steps 7 … 9
+    return [*jobs, decoding]
 
 
 def crowded(lab: Lab, random: np.random.Generator, most: int) -> tuple[list[Job], int]:

@@ -58,7 +58,7 @@ def batch(lab: Lab, cases: int, random: np.random.Generator) -> Iterator[Outcome
         lab.forget()
         count = int(random.integers(2, 17))
         together = jobs_of(lab, random, count, 160)
-        yield compare(lab, f"{case}: {count} at once", together, lab.run(together))
+        yield compare(lab, f"{case}: {count} at once", together, lab.run(together, prefill_budget=1024))
         staggered = jobs_of(lab, random, count, 160, arrival=lambda i: i + int(random.integers(0, 3)))
         yield compare(lab, f"{case}: {count} staggered", staggered, lab.run(staggered, max_batch=int(count * 0.7) + 1))
         cancelled = jobs_of(

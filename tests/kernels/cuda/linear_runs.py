@@ -45,12 +45,7 @@ def launch(
 ) -> None:
     """``kernel``: small8 … big128 or scalar; ``x``: padded activations; ``arguments``: those of the epilogue."""
     rows, family = len(x), kernel.rstrip("0123456789")
-    if family == "small":
-        plan = geometry.small(matrix.tiles, matrix.inputs, rows, int(kernel[5:]), PROCESSORS)
-    elif family == "big":
-        plan = geometry.big(matrix.tiles, rows, int(kernel[3:]))
-    else:
-        plan = geometry.scalar(matrix.tiles, rows)
+    plan = geometry.launch(kernel, matrix.tiles, matrix.inputs, rows, PROCESSORS)
     kernels(family).launch(
         f"crucible_linear_{kernel}_{quant}_{op}", plan.grid, plan.threads, plan.shared, matrix.weights, matrix.scales,
         matrix.bias, matrix.factor, matrix.tiles, matrix.inputs, x, x.shape[1], rows, *arguments, **how,
