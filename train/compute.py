@@ -11,6 +11,7 @@ from crucible_train.errors import TrainingError
 Gqa = Literal["fused", "materialised"]
 Matmul = Literal["bf16", "fp8", "fp8-after", "fp8-tensor"]
 HeadMatmul = Literal["bf16", "fp8", "fp8-two"]
+Precision = Literal["bf16", "fp8-head", "fp8"]
 Operation = Literal["fused", "plain"]
 Loss = Literal["fused", "plain"]
 Residual = Literal["compute", "float32"]
@@ -52,6 +53,12 @@ class Compute:
                 raise TrainingError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if self.chunk is not None and self.chunk < 1:
             raise TrainingError(f"chunk must be at least 1 row, got {self.chunk}")
+
+    @classmethod
+    def for_precision(cls, precision: Precision, **switches: Any) -> Compute:
+        """With the products of ``train --matmul``: ``fp8-head`` is FP8 for the head's alone."""
+        projections: Matmul = "bf16" if precision == "fp8-head" else precision
+        return cls(matmul=projections, head_matmul="fp8" if precision == "fp8-head" else precision, **switches)
 
     def replace(self, **changes: Any) -> Compute:
         """A copy with ``changes``. Raises TrainingError for a switch that does not exist."""

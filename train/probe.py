@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from crucible.config.model import ModelConfig
+    from crucible_train.compute import Precision
 
 CLIFF = 0.9
 """A batch with less than this share of the best throughput of smaller ones is past the cliff."""
@@ -136,17 +137,17 @@ class Probe:
         device: torch.device,
         *,
         bfloat16: bool = False,
-        matmul: str = "bf16",
+        matmul: Precision = "bf16",
         compiled: bool = False,
         steps: int = 5,
     ) -> None:
         import torch
 
+        from crucible_train.compute import Compute
         from crucible_train.transformer import Transformer
 
         self._config, self._device, self._steps = config, device, steps
-        # As train does it: --matmul is the head's too.
-        self._model = Transformer(config, matmul=matmul, head_matmul=matmul).to(device)
+        self._model = Transformer(config, Compute.for_precision(matmul)).to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)
         self._loss = torch.compile(self._model.loss, dynamic=False) if compiled else self._model.loss
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
+from crucible_train.compute import Precision
 from crucible_train.errors import TrainingError
 
 HELP = "find the largest useful batch, by throughput and memory"
@@ -19,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-gb", type=float, metavar="GB", help="memory there is (default: the device's)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--matmul", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--matmul", choices=get_args(Precision), default="bf16")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from crucible_train.compute import Precision
 from crucible_train.errors import TrainingError
 from crucible_train.manifest import MANIFEST_FILE
 
@@ -61,7 +62,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     weight_decay: float = 0.1
     clip: float = 1.0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    matmul: Literal["bf16", "fp8"] = "bf16"
+    matmul: Precision = "bf16"
     gqa: Literal["fused", "materialised"] = "fused"
     compile: bool | None = None
     seed: int = 0

@@ -65,10 +65,10 @@ def _check_vocabulary(path: Path, model: ModelConfig, dataset: TokenDataset) -> 
 
 def build_model(model: ModelConfig, config: RunConfig, device: torch.device) -> Transformer:
     """A Transformer on ``device`` with fresh weights; drawn on the CPU, so that each device starts from the same."""
-    if config.matmul == "fp8":
+    if config.matmul != "bf16":
         fp8.require(device)
     torch.manual_seed(config.seed)
-    compute = Compute(gqa=config.gqa, matmul=config.matmul, head_matmul=config.matmul)
+    compute = Compute.for_precision(config.matmul, gqa=config.gqa)
     return Transformer(model, compute).to(device)
 
 

@@ -1,6 +1,6 @@
 """Training throughput of variants of the step, compared in one interleaved run.
 
-``python -m crucible_train.throughput --preset 120m --batch 64 --variants reference,ours,ours-fp8 --out FILE`` prints
+``python -m crucible_train.throughput --preset 120m --batch 64 --variants reference,ours,fast --out FILE`` prints
 a JSON line a variant. Every variant starts from the same weights and sees the same batches; rounds go through all
 variants in turn, so that a clock or a neighbour that changes meets them alike. A variant that fails is reported and
 left out.

@@ -22,8 +22,9 @@ from crucible_train.transformer import Transformer
 
 WARM_STEPS = 8
 """Plain steps before the comparison: at the start gradients are those of noise."""
-TOLERANCE = 0.2
-"""FP8 leaves gradients that are a few per cent off; a kernel that is wrong, ones that are unlike."""
+TOLERANCE, FP8_TOLERANCE = 0.1, 0.4
+"""Of a group's gradients. On an H200 bf16 (8 bits) left the 120m's up to 0.036 off, FP8 (e4m3: 4 bits) up to 0.23; a
+kernel that is wrong leaves ones that are unlike: errors about 1."""
 
 
 def check(
@@ -35,7 +36,7 @@ def check(
     vocab_size: int | None = None,
     report: Callable[[dict[str, Any]], None],
 ) -> bool:
-    """Reports a record a variant; whether all ran and lie within TOLERANCE."""
+    """Reports a record a variant; whether all ran and lie within their tolerance."""
     config = model_config(preset, vocab_size=vocab_size, context_length=plan.context)
     data = learnable_data(config.vocab_size, plan, device)
     weights = _warm_weights(config, data, plan.seed, device)
@@ -57,7 +58,9 @@ def check(
             "loss_error": abs(got[0] / exact[0] - 1),
             **_errors(got[1], exact[1]),
         }
-        record["ok"] = record["loss_error"] < 0.01 and all(e < TOLERANCE for k, e in record.items() if k in _GROUPS)
+        fp8 = "fp8" in variant.compute.matmul + variant.compute.head_matmul
+        limit = FP8_TOLERANCE if fp8 else TOLERANCE
+        record["ok"] = record["loss_error"] < 0.01 and all(e < limit for k, e in record.items() if k in _GROUPS)
         good = good and bool(record["ok"])
         report({k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()})
     return good

@@ -38,7 +38,6 @@ NAMED: dict[str, Variant] = {
     "ours-plain-qkv": Variant(Compute(qkv="plain")),
     "ours-fp8-head": Variant(Compute(head_matmul="fp8")),
     "ours-fp8-linear": Variant(Compute(matmul="fp8")),
-    "ours-fp8": Variant(Compute(matmul="fp8", head_matmul="fp8")),
     "fast": Variant(Compute(matmul="fp8", head_matmul="fp8")),
     "fast-plain-mlp": Variant(Compute(matmul="fp8", head_matmul="fp8", mlp="plain")),
     "fast-plain-qkv": Variant(Compute(matmul="fp8", head_matmul="fp8", qkv="plain")),

@@ -39,7 +39,7 @@ FLAGS = {
     "weight_decay": "of matrices",
     "clip": "largest norm of the gradient",
     "dtype": "of the matrix products; auto is bfloat16 on a GPU, else float32",
-    "matmul": "fp8 needs a GPU that has it (sm_89 or later)",
+    "matmul": "precision of the products, of the head's alone with fp8-head; FP8 needs a GPU of sm_89 or later",
     "gqa": "attention with shared KV heads: fused, or with the heads copied",
     "compile": "use torch.compile; default on a GPU only",
     "seed": "of the initial weights",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -98,6 +100,9 @@ def test_memory_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--memory-gb must be a positive number, got inf" in capsys.readouterr().err
 
 
-def test_fp8_is_the_heads_too_as_in_train() -> None:
-    probe = Probe(model_config("tiny"), torch.device("cpu"), matmul="fp8")
-    assert probe._model.compute.head_matmul == "fp8"
+@pytest.mark.parametrize(("matmul", "projections", "head"), [
+    ("bf16", "bf16", "bf16"), ("fp8-head", "bf16", "fp8"), ("fp8", "fp8", "fp8"),
+])  # fmt: skip
+def test_products_have_the_precision_that_train_gives_them(matmul: Any, projections: str, head: str) -> None:
+    compute = Probe(model_config("tiny"), torch.device("cpu"), matmul=matmul)._model.compute
+    assert (compute.matmul, compute.head_matmul) == (projections, head)

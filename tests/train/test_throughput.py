@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
 
 def test_variants_start_equal_see_the_same_data_and_learn() -> None:
     plan = Plan(batch=2, context=32, steps=3, rounds=2, settle=1)
-    names = ["reference:mode=none", "ours:mode=none", "ours-fp8:mode=none:chunk=24"]
+    names = ["reference:mode=none", "ours:mode=none", "fast:mode=none:chunk=24"]
     records = compare("tiny", names, plan, device="cpu")
     assert [record["variant"] for record in records] == names
     for record in records:
@@ -82,10 +82,10 @@ def test_data_is_reproducible_and_mostly_determined() -> None:
 
 def test_variants_are_parsed() -> None:
     assert parse_variant("ours") == Variant(Compute())
-    changed = parse_variant("ours-fp8:chunk=4096:mode=none:fused_projections=false")
+    changed = parse_variant("fast:chunk=4096:mode=none:fused_projections=false")
     want = Compute(matmul="fp8", head_matmul="fp8", chunk=4096, fused_projections=False)
     assert changed == Variant(want, "none")
-    assert NAMED["ours-fp8"].compute.chunk is None
+    assert NAMED["fast"].compute.chunk is None
 
 
 @pytest.mark.parametrize(
