@@ -2,32 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
-from crucible.bench.inprocess import Driver, Say, describe, engine
+from crucible.bench.inprocess import GREEDY, Driver, Say, count_bytes_to_host, describe, engine
 from crucible.bench.report import Column, Report, Row, Table
 from crucible.bench.statistics import alternating, median, paired_ratios, percentile, summarize, verdict
-from crucible.config import EngineConfig
+from crucible.config import EngineConfig, SamplingParams
 from crucible.engine.core import EngineCore
 from crucible.engine.settings import CPU_PREFILL_BUDGET, GPU_PREFILL_BUDGET, choose_device
 from crucible.errors import EngineError
 
 WARM_STEPS = 2
 
+SAMPLED = SamplingParams(temperature=0.8, top_k=40)
+WIDE = SamplingParams(temperature=0.8, top_k=500)
+SAMPLINGS = {"greedy": (GREEDY,), "sampled": (SAMPLED,), "wide": (WIDE,), "mixed": (GREEDY, SAMPLED, WIDE, GREEDY)}
+"""How the requests of a batch choose their tokens, dealt to them in turn."""
+
+BYTES = Column("bytes", "bytes to host", ",.0f")
 COLUMNS = (
     Column("quant", "quant"),
     Column("batch", "batch"),
+    Column("sampling", "sampling"),
     Column("tok_s", "tok/s", ",.1f", detail=True),
     Column("per_request", "per request", ",.1f"),
     Column("step_ms", "step ms", ",.3f"),
     Column("step_p99", "step p99 ms", ",.3f"),
     Column("ratio", "× smallest batch"),
+    BYTES,
     Column("pages", "pages", ",.0f"),
     Column("wasted", "wasted slots", ",.0f"),
 )
-RATIO_COLUMNS = (Column("batch", "batch"), Column("ratio", "A / B", ",.3f", detail=True), Column("verdict", "verdict"))
+RATIO_COLUMNS = (
+    Column("batch", "batch"),
+    Column("sampling", "sampling"),
+    Column("ratio", "A / B", ",.3f", detail=True),
+    Column("verdict", "verdict"),
+)
+
+
+class Bench(Driver):
+    """A Driver with what one engine's cells share. copied: bytes to the host so far; None on a CPU."""
+
+    def __init__(self, core: EngineCore, seed: int, prompts: Sequence[int], steps: int) -> None:
+        super().__init__(core, seed)
+        self.prompts, self.steps = prompts, steps
+        self.copied: Callable[[], int] | None = count_bytes_to_host(core)
+
+    def measure(self, batch: int, sampling: str) -> dict[str, float | None]:
+        """One cell once: prefill everything, then time the steps, in which every request decodes."""
+        room = most_prefill_steps(batch, self.prompts, self.core.config) + WARM_STEPS + self.steps + 1
+        params = SAMPLINGS[sampling]
+        ids = [
+            self.submit(length, room, params[index % len(params)])
+            for index, length in enumerate(lengths(batch, self.prompts))
+        ]
+        self.step_until(self.decoding(batch), "every request decoded")
+        for _ in range(WARM_STEPS):
+            self.step()
+        times = []
+        before = 0 if self.copied is None else self.copied()
+        for _ in range(self.steps):
+            seconds, output = self.step()
+            if len(output.tokens) != batch:
+                raise EngineError(f"a decode step of batch {batch} gave {len(output.tokens)} tokens")
+            times.append(seconds)
+        copied = None if self.copied is None else (self.copied() - before) / self.steps
+        metrics = self.core.metrics()
+        self.clear(ids)
+        speed = batch * self.steps / sum(times)
+        step_ms, p99 = median(times), percentile(times, 99)
+        return {
+            "tok_s": speed,
+            "per_request": speed / batch,
+            "step_ms": None if step_ms is None else 1000 * step_ms,
+            "step_p99": None if p99 is None else 1000 * p99,
+            "bytes": copied,
+            "pages": metrics["kv_pages_used"],
+            "wasted": metrics["wasted_slots"],
+        }
 
 
 def decode(
@@ -42,13 +98,16 @@ def decode(
     steps: int,
     trials: int,
     seed: int,
+    samplings: Sequence[str] = ("greedy",),
     **settings: Any,
 ) -> Report:
-    """Every batch size (and with ``vs_quant`` both weight types) once a trial, in alternating order."""
+    """Every batch size and sampling (and with ``vs_quant`` both weight types) once a trial, in alternating order."""
     report = Report("decode", command, trials)
     quants = [quant] if vs_quant is None else [quant, vs_quant]
     lead = most_prefill_steps(max(batches), prompts, EngineConfig.from_environment(quant=quant, **settings))
     longest = max(prompts) + lead + WARM_STEPS + steps + 1
+    cells = list(product(batches, samplings, range(len(quants))))
+    results: list[list[dict[str, float | None]]] = [[] for _ in cells]
     with ExitStack() as stack:
         cores = [
             stack.enter_context(engine(model, say, quant=q, max_batch=max(batches), context=longest, **settings))
@@ -56,29 +115,26 @@ def decode(
         ]
         describe(cores[0], report)
         report.settings |= {"quant": " and ".join(quants), "steps": steps, "prompt_tokens": list(prompts)}
-        cells = [(core, batch) for batch in batches for core in cores]
-        results: list[list[dict[str, float | None]]] = [[] for _ in cells]
-        drivers = {id(core): Driver(core, seed) for core in cores}
+        report.settings["sampling"] = list(samplings)
+        benches = [Bench(core, seed, prompts, steps) for core in cores]
         for trial in range(trials):
             for index in alternating(len(cells), trial):
-                core, batch = cells[index]
-                say(f"trial {trial + 1}/{trials}, batch {batch}")
-                results[index].append(one(core, drivers[id(core)], batch, prompts, steps))
-    speeds = [[trial["tok_s"] for trial in result] for result in results]
+                batch, sampling, which = cells[index]
+                say(f"trial {trial + 1}/{trials}, batch {batch}, {sampling}")
+                results[index].append(benches[which].measure(batch, sampling))
+    speeds = {cell: [trial["tok_s"] for trial in result] for cell, result in zip(cells, results, strict=True)}
     rows: list[Row] = []
-    smallest = min(range(len(batches)), key=lambda i: batches[i])
-    for index, result in enumerate(results):
-        q = index % len(quants)
-        ratio = paired_ratios(speeds[index], speeds[smallest * len(quants) + q])
-        rows.append({"quant": quants[q], "batch": batches[index // len(quants)], "ratio": ratio, **summarize(result)})
-    report.tables.append(Table("Decode", COLUMNS, rows))
+    for (batch, sampling, which), result in zip(cells, results, strict=True):
+        ratio = paired_ratios(speeds[batch, sampling, which], speeds[min(batches), sampling, which])
+        rows.append({"quant": quants[which], "batch": batch, "sampling": sampling, "ratio": ratio, **summarize(result)})
+    columns = COLUMNS if any(row["bytes"] for row in rows) else [column for column in COLUMNS if column != BYTES]
+    report.tables.append(Table("Decode", columns, rows))
     if vs_quant is not None:
-        pairs = [paired_ratios(speeds[2 * i], speeds[2 * i + 1]) for i in range(len(batches))]
-        against: list[Row] = [
-            {"batch": batch, "ratio": pair, "verdict": verdict(pair)}
-            for batch, pair in zip(batches, pairs, strict=True)
-            if pair is not None
-        ]
+        against: list[Row] = []
+        for batch, sampling in product(batches, samplings):
+            pair = paired_ratios(speeds[batch, sampling, 0], speeds[batch, sampling, 1])
+            if pair is not None:
+                against.append({"batch": batch, "sampling": sampling, "ratio": pair, "verdict": verdict(pair)})
         report.tables.append(Table(f"A = {quant}, B = {vs_quant}: tok/s, paired", RATIO_COLUMNS, against))
     report.finish()
     return report
@@ -95,30 +151,3 @@ def most_prefill_steps(batch: int, prompts: Sequence[int], config: EngineConfig)
     budget = 1 if config.prefill == "serial" else config.prefill_budget or default
     chunk = min(budget, config.prefill_chunk_tokens or budget)
     return sum(-(-length // chunk) for length in lengths(batch, prompts))
-
-
-def one(core: EngineCore, driver: Driver, batch: int, prompts: Sequence[int], steps: int) -> dict[str, float | None]:
-    """One batch size once: prefill everything, then time ``steps`` steps in which every request decodes."""
-    room = most_prefill_steps(batch, prompts, core.config) + WARM_STEPS + steps + 1
-    ids = [driver.submit(length, room) for length in lengths(batch, prompts)]
-    driver.step_until(driver.decoding(batch), "every request decoded")
-    for _ in range(WARM_STEPS):
-        driver.step()
-    times = []
-    for _ in range(steps):
-        seconds, output = driver.step()
-        if len(output.tokens) != batch:
-            raise EngineError(f"a decode step of batch {batch} gave {len(output.tokens)} tokens")
-        times.append(seconds)
-    metrics = core.metrics()
-    driver.clear(ids)
-    speed = batch * steps / sum(times)
-    step_ms, p99 = median(times), percentile(times, 99)
-    return {
-        "tok_s": speed,
-        "per_request": speed / batch,
-        "step_ms": None if step_ms is None else 1000 * step_ms,
-        "step_p99": None if p99 is None else 1000 * p99,
-        "pages": metrics["kv_pages_used"],
-        "wasted": metrics["wasted_slots"],
-    }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from crucible.bench.report import Report
@@ -17,6 +18,8 @@ from crucible.errors import EngineError
 from crucible.models import resolve
 
 Say = Callable[[str], None]
+
+GREEDY = SamplingParams()
 
 MAX_STEPS = 1_000_000
 """No benchmark steps an engine more often than this: a scheduler that starves a request must not hang it."""
@@ -43,6 +46,28 @@ def describe(core: EngineCore, report: Report) -> None:
         report.settings["gpu"] = gpu
 
 
+def count_bytes_to_host(core: EngineCore) -> Callable[[], int] | None:
+    """How many bytes the engine has copied from its device to the host from now on; None where it has no device."""
+    device = getattr(core.runner, "device", None)
+    if device is None:
+        return None
+    total, to_host, download = 0, device.to_host, device.download
+
+    def counted_to_host(source: Any, host: Any) -> None:
+        nonlocal total
+        total += host.nbytes
+        to_host(source, host)
+
+    def counted_download(source: Any) -> Any:
+        nonlocal total
+        host = download(source)
+        total += host.nbytes
+        return host
+
+    device.to_host, device.download = counted_to_host, counted_download
+    return lambda: total
+
+
 class Driver:
     """Submits random prompts to a core and steps it. Prompts are seeded, so runs compute the same thing."""
 
@@ -51,12 +76,13 @@ class Driver:
         self._rng = np.random.default_rng(seed)
         self._count = 0
 
-    def submit(self, prompt_tokens: int, max_tokens: int) -> str:
-        """A greedy request of random ids that no end-of-sequence id ends. Returns its id."""
+    def submit(self, prompt_tokens: int, max_tokens: int, sampling: SamplingParams = GREEDY) -> str:
+        """A request of random ids that no end-of-sequence id ends; ``sampling`` chooses tokens. Returns its id."""
         self._count += 1
         request_id = f"bench-{self._count}"
         ids = self._rng.integers(0, self.core.engine_info().token_count, prompt_tokens)
-        self.core.add_request(request_id, ids, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        params = msgspec.structs.replace(sampling, max_tokens=max_tokens, ignore_eos=True)
+        self.core.add_request(request_id, ids, params)
         return request_id
 
     def step(self) -> tuple[float, StepOutput]:

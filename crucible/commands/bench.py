@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from crucible.bench.command_line import command_line, counts, fraction, positive_number, rates
+from crucible.bench.command_line import command_line, counts, fraction, positive_number, rates, words
 from crucible.choices import QUANTS
 from crucible.commands import bench_gpu
 from crucible.commands.options import Status, Subparsers, add_device, add_model, positive, whole
@@ -81,6 +81,11 @@ def add_decode(modes: Modes) -> None:
         metavar="N,…",
         help="prompt lengths, dealt to the batch in turn (default: 32,128,256,512)",
     )
+    kinds = "greedy, sampled (top-k 40), wide (top-k 500), mixed (all three in turn)"
+    sampling = words("greedy", "sampled", "wide", "mixed")
+    parser.add_argument(
+        "--sampling", type=sampling, default=["greedy"], metavar="LIST", help=f"{kinds}; default: greedy"
+    )
     parser.add_argument("--steps", type=positive, default=64, metavar="N", help="timed steps a trial (default: 64)")
     parser.add_argument("--vs-quant", choices=QUANTS, help="measure this weight type in the same trials, and the ratio")
 
@@ -95,6 +100,7 @@ def run_decode(args: argparse.Namespace, command: str, say: Callable[[str], None
         vs_quant=args.vs_quant,
         batches=args.batch,
         prompts=args.prompt_tokens,
+        samplings=args.sampling,
         steps=args.steps,
         **engine_settings(args),
     )
@@ -110,8 +116,7 @@ def add_prefill(modes: Modes) -> None:
 def run_prefill(args: argparse.Namespace, command: str, say: Callable[[str], None]) -> Report:
     from crucible.bench.prefill import prefill
 
-    settings = engine_settings(args)
-    return prefill(args.model, command, say, lengths=args.tokens, requests=args.requests, **settings)
+    return prefill(args.model, command, say, lengths=args.tokens, requests=args.requests, **engine_settings(args))
 
 
 def add_cache(modes: Modes) -> None:
@@ -126,8 +131,7 @@ def add_cache(modes: Modes) -> None:
 def run_cache(args: argparse.Namespace, command: str, say: Callable[[str], None]) -> Report:
     from crucible.bench.cache import cache
 
-    settings = engine_settings(args)
-    return cache(args.model, command, say, lengths=args.lengths, steps=args.steps, **settings)
+    return cache(args.model, command, say, lengths=args.lengths, steps=args.steps, **engine_settings(args))
 
 
 def add_stall(modes: Modes) -> None:

@@ -202,6 +202,7 @@ def test_decode_and_prefill_of_an_engine(path: Path, tmp_path: Path, monkeypatch
     )  # fmt: skip
     assert decode["settings"]["device"] == "emulated"
     assert decode["settings"]["gpu"] == "emulated"
+    assert [row["bytes"]["median"] for row in decode["tables"][0]["rows"]] == [4, 8]
     made: list[bool] = []
 
     class Noted(CudaRunner):
@@ -217,3 +218,27 @@ def test_decode_and_prefill_of_an_engine(path: Path, tmp_path: Path, monkeypatch
     assert [row["way"] for row in steps] == ["engine, graph", "engine, eager", "forward, eager", "forward, replay"]
     assert all(row["step_us"]["median"] > 0 for row in steps)
     assert made == [True, False]
+
+
+def test_bytes_to_the_host_are_counted(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decode = measure(
+        tmp_path, "bench", "decode", path, "--device", "cuda", "--batch", "4", "--prompt-tokens", "5", "--steps", "3",
+        "--trials", "1", "--sampling", "greedy,sampled,wide,mixed",
+    )  # fmt: skip
+    tokens = 96  # the model has no 500 candidates to bring
+    assert [(row["sampling"], row["bytes"]["median"]) for row in decode["tables"][0]["rows"]] == [
+        ("greedy", 4 * 4), ("sampled", 4 * (4 + 8 * 40)), ("wide", 4 * (4 + 8 * tokens)),
+        ("mixed", 4 * (4 + 8 * tokens)),  # every row is as wide as the widest
+    ]  # fmt: skip
+    assert "bytes to host" in capsys.readouterr().out
+
+
+def test_rows_of_logits_that_are_downloaded_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crucible.engine.cuda_runner.MAX_TOP_K", 30)  # top-k 40 is wider than the device selects
+    sizes = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "hidden_size": 64, "intermediate_size": 64}
+    model = make_checkpoint(tmp_path / "model", num_layers=1, eos_token_ids=[], **sizes)
+    decode = measure(
+        tmp_path, "bench", "decode", model, "--device", "cuda", "--batch", "2", "--prompt-tokens", "5", "--steps", "2",
+        "--trials", "1", "--sampling", "sampled",
+    )  # fmt: skip
+    assert [row["bytes"]["median"] for row in decode["tables"][0]["rows"]] == [2 * (4 + 4 * 96)]

@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 
 import crucible.bench
+from crucible.bench.decode import SAMPLINGS
 from crucible.bench.inprocess import Driver
 from crucible.bench.report import Column
 from crucible.bench.scheduler import make_core
 from crucible.bench.stall import split
-from crucible.cli import main
+from crucible.cli import build_parser, main
+from crucible.config import SamplingParams
+from crucible.engine.core import EngineCore
 from crucible.errors import EngineError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,7 +39,10 @@ def test_decode(tmp_path: Path, tiny_checkpoint: Path) -> None:
     document = bench(tmp_path, "decode", tiny_checkpoint, *arguments, "--quant", "f32", "--vs-quant", "int8")
     decode, against = document["tables"]
     assert [(row["quant"], row["batch"]) for row in decode["rows"]] == [
-        ("f32", 1), ("int8", 1), ("f32", 3), ("int8", 3),
+        ("f32", 1),
+        ("int8", 1),
+        ("f32", 3),
+        ("int8", 3),
     ]
     for row in decode["rows"]:
         assert len(row["tok_s"]["values"]) == 3
@@ -53,6 +59,48 @@ def test_decode(tmp_path: Path, tiny_checkpoint: Path) -> None:
     assert words[:4] == ["crucible", "bench", "decode", str(tiny_checkpoint)]
     assert words[words.index("--prompt-tokens") + 1] == "5,20"
     assert words[words.index("--seed") + 1] == "1"  # a default, which a later version may change
+
+
+def test_decode_by_sampling(
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[float, int | None]] = []
+    add_request = EngineCore.add_request
+
+    def noted(self: EngineCore, request_id: str, token_ids: Any, params: SamplingParams) -> None:
+        seen.append((params.temperature or 0, params.top_k))
+        assert params.ignore_eos
+        add_request(self, request_id, token_ids, params)
+
+    monkeypatch.setattr(EngineCore, "add_request", noted)
+    arguments = ("--batch", "2,4", "--prompt-tokens", "5", "--steps", "2", "--trials", "2", "--threads", "1")
+    kinds = "greedy,sampled,wide,mixed"
+    document = bench(tmp_path, "decode", tiny_checkpoint, *arguments, "--sampling", kinds, "--vs-quant", "f32")
+    decode, against = document["tables"]
+    cells = [(batch, kind) for batch in (2, 4) for kind in kinds.split(",")]
+    assert [(row["batch"], row["sampling"]) for row in decode["rows"][::2]] == cells
+    assert [row["quant"] for row in decode["rows"]] == ["int8", "f32"] * 8
+    assert [(row["batch"], row["sampling"]) for row in against["rows"]] == cells
+    for row in decode["rows"]:  # against the smallest batch of the same sampling and weight type
+        alike = [r for r in decode["rows"] if (r["sampling"], r["quant"]) == (row["sampling"], row["quant"])]
+        ratios = zip(row["tok_s"]["values"], alike[0]["tok_s"]["values"], strict=True)
+        assert row["ratio"]["values"] == pytest.approx([a / b for a, b in ratios])
+        assert row["bytes"] is None  # a CPU copies nothing
+    assert "bytes to host" not in capsys.readouterr().out
+    greedy, narrow, wide = (0, None), (0.8, 40), (0.8, 500)
+    first = [[greedy] * 2, [narrow] * 2, [wide] * 2, [greedy, narrow], [greedy] * 4, [narrow] * 4, [wide] * 4]
+    trial = [batch for cell in [*first, [greedy, narrow, wide, greedy]] for batch in [cell, cell]]
+    assert seen == [params for cell in [*trial, *trial[::-1]] for params in cell]
+    assert document["settings"]["sampling"] == kinds.split(",")
+    words = shlex.split(document["command"])
+    assert words[words.index("--sampling") + 1] == kinds
+
+
+def test_every_sampling_of_the_parser_is_known() -> None:
+    for kind in SAMPLINGS:
+        build_parser().parse_args(["bench", "decode", "--sampling", kind])
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["bench", "decode", "--sampling", "greedy,hot"])
 
 
 def test_prefill(tmp_path: Path, tiny_checkpoint: Path) -> None:
