@@ -1,7 +1,6 @@
 /* Projections of many rows (prefill): a block computes 128 outputs of 64 or 128 tokens.
  *
- * Launch: 512 threads for 64 tokens and 256 for 128, grid (ceil(tiles / 8), ceil(rows / tokens)), dynamic shared memory
- * 4 · tokens · 144 bytes.
+ * Launch: 256 threads, grid (ceil(tiles / 8), ceil(rows / tokens)), dynamic shared memory 4 · tokens · 144 bytes.
  * Activations go through four stages of shared memory by asynchronous copies; a token's 64 halves are followed by 8
  * unused ones, so that the 8 lanes of a 128-bit read meet different banks. Weights go from global memory to registers,
  * a block ahead, and are turned into halves once for all tokens of the warp.
@@ -11,9 +10,10 @@
 static const int STAGES = 4;
 static const int STRIDE = BLOCK + 8;    /* halves between the tokens of a stage */
 static const int PAIR_STRIDE = 64 + 2;  /* float2 between the tokens of the results: 64 pairs are 128 outputs */
+static const int THREADS = 256;
 
 /* Copies block ``block`` of TOKENS rows into a stage; zeros beyond the last row. */
-template <int TOKENS, int THREADS> DEVICE void stage_block(const Linear& p, f16* stage, int first_row, int block) {
+template <int TOKENS> DEVICE void stage_block(const Linear& p, f16* stage, int first_row, int block) {
 #pragma unroll
     for (int i = 0; i < TOKENS * 8 / THREADS; i++) {
         const int piece = threadIdx.x + i * THREADS, token = piece >> 3, part = piece & 7;
@@ -24,8 +24,8 @@ template <int TOKENS, int THREADS> DEVICE void stage_block(const Linear& p, f16*
     }
 }
 
-/* A warp has M tiles and N groups of 8 tokens; W warps share the tokens of the block. The warps cover 8 tiles. */
-template <class Weights, int M, int N, int W, int THREADS, class Epilogue>
+/* A warp has M tiles and N groups of 8 tokens; W warps share the tokens of the block, 8 / W its tiles. */
+template <class Weights, int M, int N, int W, class Epilogue>
 DEVICE void linear_big(const Linear p, const Epilogue epilogue) {
     CRUCIBLE_SHARED(shared);
     const int TOKENS = W * N * 8;
@@ -46,7 +46,7 @@ DEVICE void linear_big(const Linear p, const Epilogue epilogue) {
     dependency_wait();
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-        if (s < blocks) stage_block<TOKENS, THREADS>(p, stages + s * TOKENS * STRIDE, first_row, s);
+        if (s < blocks) stage_block<TOKENS>(p, stages + s * TOKENS * STRIDE, first_row, s);
         copy_async_commit();
     }
 
@@ -58,7 +58,7 @@ DEVICE void linear_big(const Linear p, const Epilogue epilogue) {
         copy_async_wait<STAGES - 2>();
         __syncthreads(); /* the stage is there for all, and all are done with the one that is filled next */
         const int next = block + STAGES - 1;
-        if (next < blocks) stage_block<TOKENS, THREADS>(p, stages + next % STAGES * TOKENS * STRIDE, first_row, next);
+        if (next < blocks) stage_block<TOKENS>(p, stages + next % STAGES * TOKENS * STRIDE, first_row, next);
         copy_async_commit();
         const f16* x = stages + (block % STAGES * TOKENS + first_token + g) * STRIDE + q * 16;
 #pragma unroll
@@ -110,12 +110,12 @@ DEVICE void linear_big(const Linear p, const Epilogue epilogue) {
     }
 }
 
-#define INT8_64(p, e) linear_big<Int8, 1, 4, 2, 512>(p, e)
-#define INT8_128(p, e) linear_big<Int8, 2, 8, 2, 256>(p, e)
-#define F16_64(p, e) linear_big<Half, 1, 4, 2, 512>(p, e)
-#define F16_128(p, e) linear_big<Half, 2, 8, 2, 256>(p, e)
+#define INT8_64(p, e) linear_big<Int8, 1, 8, 1>(p, e)
+#define INT8_128(p, e) linear_big<Int8, 2, 8, 2>(p, e)
+#define F16_64(p, e) linear_big<Half, 1, 8, 1>(p, e)
+#define F16_128(p, e) linear_big<Half, 2, 8, 2>(p, e)
 
-LINEAR_KERNELS((512, 1), crucible_linear_big64_int8, f16, INT8_64)
+LINEAR_KERNELS((256, 1), crucible_linear_big64_int8, f16, INT8_64)
 LINEAR_KERNELS((256, 1), crucible_linear_big128_int8, f16, INT8_128)
-LINEAR_KERNELS((512, 1), crucible_linear_big64_f16, f16, F16_64)
+LINEAR_KERNELS((256, 1), crucible_linear_big64_f16, f16, F16_64)
 LINEAR_KERNELS((256, 1), crucible_linear_big128_f16, f16, F16_128)

@@ -122,9 +122,7 @@ _PROJECTION_LIMITS: Mapping[str, Collection[int]] = {
 _OPS = {"store": "logits", "add": "project_add", "swiglu": "swiglu", "gelu": "gelu", "qkv": "qkv", "qkv32": "qkv"}
 
 
-def _linear(
-    form: str, weights: str, shared: Callable[[Mapping[str, int]], int] = no_shared, threads: int = geometry.THREADS
-) -> list[KernelRow]:
+def _linear(form: str, weights: str, shared: Callable[[Mapping[str, int]], int] = no_shared) -> list[KernelRow]:
     """The kernels of one way to compute projections, one for each epilogue."""
     act = "f32" if weights == "f32" else "f16"
     family = form.rstrip("0123456789")
@@ -134,7 +132,7 @@ def _linear(
             f"linear_{family}.cu",
             _OPS[name],
             arguments(f"{_PROJECTION} {tail.format(act=act)}"),
-            threads,
+            geometry.THREADS,
             weights,
             {name: allowed for name, allowed in _PROJECTION_LIMITS.items() if f"{name}:" in tail},
             shared,
@@ -164,7 +162,7 @@ KERNELS: tuple[KernelRow, ...] = (
     *(row for tokens in geometry.SMALL_TOKENS for weights in ("int8", "f16")
       for row in _linear(f"small{tokens}", weights, _small_shared(tokens))),
     *(row for tokens in geometry.BIG_TOKENS for weights in ("int8", "f16")
-      for row in _linear(f"big{tokens}", weights, _big_shared(tokens), geometry.BIG_THREADS[tokens])),
+      for row in _linear(f"big{tokens}", weights, _big_shared(tokens))),
     *(row for weights in ("int8", "f16", "f32") for row in _linear("scalar", weights)),
     *(_attention(f"crucible_attention_decode_{hd}", "attention_decode.cu", 256,
                  "partials:f32*? counters:u32*? max_pieces:i32") for hd in (64, 128)),

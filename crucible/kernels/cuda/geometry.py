@@ -10,8 +10,6 @@ THREADS = 256
 MAX_SHARED = 99 * 1024
 SMALL_TOKENS = (8, 16, 32)
 BIG_TOKENS = (64, 128)
-BIG_THREADS = {64: 512, 128: 256}
-"""A block of few tokens hides its waiting behind more warps; more tokens need their registers."""
 _WARPS = THREADS // 32
 _PART_BYTES = 80  # of a token in a chunk of a tile: 8 pairs and 2 unused ones, float2 each
 _BIG_TILES = 8
@@ -60,7 +58,7 @@ def small_shared(tiles: int, inputs: int, tokens: int, blocks: int) -> int:
 
 def big(tiles: int, rows: int, tokens: int) -> Launch:
     """linear_big{tokens}."""
-    return Launch((-(-tiles // _BIG_TILES), -(-rows // tokens)), BIG_THREADS[tokens], tokens * _STAGE_BYTES)
+    return Launch((-(-tiles // _BIG_TILES), -(-rows // tokens)), THREADS, tokens * _STAGE_BYTES)
 
 
 def cheapest(tiles: int, inputs: int, rows: int, processors: int) -> str:
