@@ -12,5 +12,7 @@ DECODE_GEMMS = ("same", *GEMMS)
 ATTENTIONS = ("split", "single")
 """Decode attention on a GPU."""
 PREFILL_ATTENTIONS = ("exact", "reference")
+SAMPLINGS = ("greedy", "sampled", "wide", "mixed")
+"""How the requests of a benchmark choose their tokens."""
 PREFILLS = ("auto", "serial")
 """How a prompt is computed."""

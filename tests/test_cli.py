@@ -288,7 +288,8 @@ def test_eval(tiny_checkpoint: Path, tmp_path: Path) -> None:
         .stdout.decode()
         .splitlines()
     )
-    table = [dict(zip(lines[0].split(), line.split(), strict=False)) for line in lines[1:]]
+    columns = lines[0].removesuffix("  over f32").split()
+    table = [dict(zip(columns, line.split(), strict=True)) for line in [lines[1], lines[2].rsplit("  ", 1)[0]]]
     assert [row["quant"] for row in table] == ["f32", "int8"]
     for row in table:
         assert row["tokens"] == "199"

@@ -22,6 +22,8 @@ from crucible.commands.session import HEAD_ROWS, Session
 from crucible.model.ops import FloatArray
 from tests.conftest import make_text_checkpoint
 
+AGAINST_ITSELF = ("--device", "cpu", "--against", "cpu")
+
 AGAINST = re.compile(
     r"against cpu (?P<kind>[^:]+): nats/token (?P<nats>\S+) \(difference (?P<mean>\S+) ± (?P<error>\S+)\), "
     r"largest \|Δ\| / max \|logit\| (?P<share>\S+), "
@@ -110,7 +112,10 @@ def test_bad_arguments_are_one_line(
     assert "absent.txt" in refusal(capsys, tiny_checkpoint, "--data", long, tmp_path / "absent.txt")
     assert "expected at least one argument" in refusal(capsys, tiny_checkpoint, "--data")
     assert "--against" in refusal(capsys, *alone, "--against", "cuda")
-    assert "f16 needs device cuda" in refusal(capsys, *alone, "--against", "cpu", "--quant", "f16", "--device", "cpu")
+    assert "f16 needs device cuda" in refusal(capsys, *alone, "--quant", "f32,f16", "--device", "cpu")
+    assert "names a weight type twice: f32,f32" in refusal(capsys, *alone, "--quant", "f32,f32")
+    monkeypatch.setattr("crucible.kernels.device.gpu_available", lambda: False)
+    assert "would compare the CPU with itself" in refusal(capsys, *alone, "--against", "cpu")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello, Hello")))
     assert "standard input (-) twice" in refusal(capsys, tiny_checkpoint, "--data", "-", "-")
 
@@ -149,7 +154,7 @@ def test_the_cpu_against_itself_differs_by_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("crucible.commands.session.CHUNK_TOKENS", 40)  # a window of 100 takes three
-    command = (tiny_checkpoint, *window, "--quant", "f32,int8", "--against", "cpu", "--data", *texts)
+    command = (tiny_checkpoint, *window, "--quant", "f32,int8", *AGAINST_ITSELF, "--data", *texts)
     _, f32, against_f32, int8, against_int8 = lines_of(capsys, *command)
     for kind, line, against in (("f32", f32, against_f32), ("int8", int8, against_int8)):
         found = comparison_in(against)
@@ -168,7 +173,7 @@ def test_another_choice_at_a_decided_position_is_exit_code_1(
             rows[70 - first, 33] = 2 * np.abs(rows[70 - first]).max()
 
     plant(monkeypatch, change)
-    command = (tiny_checkpoint, "--context", 100, "--against", "cpu", "--quant", "f32,int8", "--data", *texts)
+    command = (tiny_checkpoint, "--context", 100, *AGAINST_ITSELF, "--quant", "f32,int8", "--data", *texts)
     assert main(["eval", *map(str, command)]) == 1
     out, err = capsys.readouterr()
     for quant, line, fault in zip(("f32", "int8"), out.splitlines()[2::2], err.splitlines(), strict=True):
@@ -193,7 +198,7 @@ def test_a_fault_is_named_by_its_place_in_the_text(
             rows[5, 33] = 2 * np.abs(rows[5]).max()
 
     plant(monkeypatch, change)
-    command = ("eval", tiny_checkpoint, "--context", 50, "--against", "cpu", "--data", *texts)
+    command = ("eval", tiny_checkpoint, "--context", 50, *AGAINST_ITSELF, "--data", *texts)
     assert main([str(argument) for argument in command]) == 1
     assert capsys.readouterr().err.endswith(f"first at position {2 * 49 + 5} of {texts[0]}\n")
 
@@ -205,7 +210,7 @@ def test_a_difference_within_rounding_is_reported_and_no_fault(
         rows *= np.float32(1 + 2e-5)
 
     plant(monkeypatch, change)
-    _, line, against = lines_of(capsys, tiny_checkpoint, "--against", "cpu", "--quant", "f32", "--data", *texts)
+    _, line, against = lines_of(capsys, tiny_checkpoint, *AGAINST_ITSELF, "--quant", "f32", "--data", *texts)
     found = comparison_in(against)
     assert found["share"] == "2.0e-05"
     assert found["equal"] == found["decided"]
@@ -257,7 +262,7 @@ def test_the_comparison_holds_few_rows_and_takes_none_of_the_measured_time(
         time.sleep(0.4)
 
     plant(monkeypatch, change)
-    command = (tiny_checkpoint, "--prefill-ctx", 128, "--tokens", 128, "--against", "cpu", "--data", texts[0])
+    command = (tiny_checkpoint, "--prefill-ctx", 128, "--tokens", 128, *AGAINST_ITSELF, "--data", texts[0])
     _, line, _ = lines_of(capsys, *command)
     assert sizes == [HEAD_ROWS, 127 - HEAD_ROWS]
     assert float(line.split()[5]) > 127 / 0.8

@@ -53,6 +53,7 @@ def test_a_family_is_within_its_bound(family: str) -> None:
     cases = [check for check in select(None, small=True) if family in families(check.kernel)]
     if family in validate.MAKERS and any("_scalar_" in check.kernel.name for check in cases):
         cases = [check for check in cases if "_scalar_" in check.kernel.name]
+    assert cases
     for result in results(EmulatedDevice(lazy=True), cases, "reference"):
         assert not result.fault, f"{result.kernel} {result.label}: {result.fault}"
 

@@ -143,9 +143,12 @@ class Probe:
     ) -> None:
         import torch
 
+        from crucible_train import fp8
         from crucible_train.compute import Compute
         from crucible_train.transformer import Transformer
 
+        if matmul != "bf16":
+            fp8.require(device)
         self._config, self._device, self._steps = config, device, steps
         self._model = Transformer(config, Compute.for_precision(matmul)).to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6, fused=True)

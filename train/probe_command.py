@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     config = model_config(args.preset, vocab_size=args.vocabulary_size, context_length=args.context_length)
     import torch
 
+    from crucible_train.compile_failure import readable_compile_failure
     from crucible_train.distributed import choose_device
     from crucible_train.probe import Probe, capacity_bytes, decide, search
     from crucible_train.run_start import compute_dtype
@@ -43,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     bfloat16 = compute_dtype(args.dtype, device) is torch.bfloat16
     capacity = int(args.memory_gb * 1e9) if args.memory_gb is not None else capacity_bytes(device)
     probe = Probe(config, device, bfloat16=bfloat16, matmul=args.matmul, compiled=args.compile, steps=args.steps)
-    points = search(probe, capacity, start=args.start, largest=args.max_batch)
+    with readable_compile_failure("Leave --compile out to go without"):
+        points = search(probe, capacity, start=args.start, largest=args.max_batch)
     decision = decide(points, capacity)
     print(f"{'batch':>6} {'ms/step':>10} {'peak GB':>8} {'tok/s':>12}")
     for point in points:

@@ -39,7 +39,7 @@ FLAGS = {
     "weight_decay": "of matrices",
     "clip": "largest norm of the gradient",
     "dtype": "of the matrix products; auto is bfloat16 on a GPU, else float32",
-    "matmul": "precision of the products, of the head's alone with fp8-head; FP8 needs a GPU of sm_89 or later",
+    "matmul": "precision of the products, of the head's alone with fp8-head; on a GPU FP8 needs sm_89 or later",
     "gqa": "attention with shared KV heads: fused, or with the heads copied",
     "compile": "use torch.compile; default on a GPU only",
     "seed": "of the initial weights",
@@ -121,10 +121,12 @@ def run(args: argparse.Namespace) -> int:
     config = parse_config(args)
     import torch
 
+    from crucible_train.compile_failure import readable_compile_failure
     from crucible_train.pretrain import pretrain
 
     try:
-        result = pretrain(config, resume=args.resume)
+        with readable_compile_failure("--compile 0 trains without"):
+            result = pretrain(config, resume=args.resume)
     except torch.OutOfMemoryError:
         raise TrainingError(
             f"not enough GPU memory for --batch {config.batch}; lower it and raise --grad-accum by the same factor"

@@ -6,7 +6,9 @@ import argparse
 import math
 import shlex
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 UNSAID = ("help", "json", "markdown")
 """Options that do not change what is measured."""
@@ -33,6 +35,18 @@ def words(*allowed: str) -> Callable[[str], list[str]]:
         return text.split(",")
 
     return parse
+
+
+def distinct(parse: Callable[[str], list[T]]) -> Callable[[str], list[T]]:
+    """``parse``, and nothing twice: each value is a column or row of its own."""
+
+    def parse_distinct(text: str) -> list[T]:
+        values = parse(text)
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"names something twice: {text}")
+        return values
+
+    return parse_distinct
 
 
 def positive_number(text: str) -> float:

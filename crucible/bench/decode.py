@@ -19,7 +19,7 @@ WARM_STEPS = 2
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=40)
 WIDE = SamplingParams(temperature=0.8, top_k=500)
-SAMPLINGS = {"greedy": (GREEDY,), "sampled": (SAMPLED,), "wide": (WIDE,), "mixed": (GREEDY, SAMPLED, WIDE, GREEDY)}
+PARAMS = {"greedy": (GREEDY,), "sampled": (SAMPLED,), "wide": (WIDE,), "mixed": (GREEDY, SAMPLED, WIDE, GREEDY)}
 """How the requests of a batch choose their tokens, dealt to them in turn."""
 
 BYTES = Column("bytes", "bytes to host", ",.0f")
@@ -55,7 +55,7 @@ class Bench(Driver):
     def measure(self, batch: int, sampling: str) -> dict[str, float | None]:
         """One cell once: prefill everything, then time the steps, in which every request decodes."""
         room = most_prefill_steps(batch, self.prompts, self.core.config) + WARM_STEPS + self.steps + 1
-        params = SAMPLINGS[sampling]
+        params = PARAMS[sampling]
         ids = [
             self.submit(length, room, params[index % len(params)])
             for index, length in enumerate(lengths(batch, self.prompts))

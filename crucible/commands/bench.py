@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from crucible.bench.command_line import command_line, counts, fraction, positive_number, rates, words
-from crucible.choices import QUANTS
+from crucible.bench.command_line import command_line, counts, distinct, fraction, positive_number, rates, words
+from crucible.choices import QUANTS, SAMPLINGS
 from crucible.commands import bench_gpu
 from crucible.commands.options import Status, Subparsers, add_device, add_model, positive, whole
 from crucible.errors import ConfigError
@@ -73,7 +73,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 def add_decode(modes: Modes) -> None:
     parser = add_mode(modes, "decode", "the engine's decode step by batch size", run_decode)
     add_engine(parser)
-    parser.add_argument("--batch", type=counts, default=[1, 2, 4, 8, 16], metavar="N,…", help="default: 1,2,4,8,16")
+    batches = distinct(counts)
+    parser.add_argument("--batch", type=batches, default=[1, 2, 4, 8, 16], metavar="N,…", help="default: 1,2,4,8,16")
     parser.add_argument(
         "--prompt-tokens",
         type=counts,
@@ -81,11 +82,9 @@ def add_decode(modes: Modes) -> None:
         metavar="N,…",
         help="prompt lengths, dealt to the batch in turn (default: 32,128,256,512)",
     )
-    kinds = "greedy, sampled (top-k 40), wide (top-k 500), mixed (all three in turn)"
-    sampling = words("greedy", "sampled", "wide", "mixed")
-    parser.add_argument(
-        "--sampling", type=sampling, default=["greedy"], metavar="LIST", help=f"{kinds}; default: greedy"
-    )
+    kinds = "greedy, sampled (top-k 40), wide (top-k 500), mixed (greedy, sampled, wide, greedy); default: greedy"
+    sampling = distinct(words(*SAMPLINGS))
+    parser.add_argument("--sampling", type=sampling, default=["greedy"], metavar="LIST", help=kinds)
     parser.add_argument("--steps", type=positive, default=64, metavar="N", help="timed steps a trial (default: 64)")
     parser.add_argument("--vs-quant", choices=QUANTS, help="measure this weight type in the same trials, and the ratio")
 
@@ -93,6 +92,8 @@ def add_decode(modes: Modes) -> None:
 def run_decode(args: argparse.Namespace, command: str, say: Callable[[str], None]) -> Report:
     from crucible.bench.decode import decode
 
+    if args.vs_quant == args.quant:
+        raise ConfigError(f"--vs-quant {args.vs_quant} is --quant's too; name another")
     return decode(
         args.model,
         command,

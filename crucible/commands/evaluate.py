@@ -37,6 +37,8 @@ def quant_list(text: str) -> list[str]:
     for quant in quants:
         if quant not in QUANTS:
             raise argparse.ArgumentTypeError(f"must name {' or '.join(QUANTS)}, separated by commas, got {quant!r}")
+    if len(set(quants)) < len(quants):
+        raise argparse.ArgumentTypeError(f"names a weight type twice: {text}")
     return quants
 
 
@@ -60,7 +62,10 @@ def add_parser(subparsers: Subparsers) -> None:
         help="UTF-8 texts to score (MODEL goes before --data); - is standard input",
     )
     parser.add_argument(
-        "--tokens", type=positive, metavar="N", help="score the first N tokens of each text (default: all)"
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help="score at most the first N tokens of each text; a single text must have as many (default: all)",
     )
     parser.add_argument(
         "--context", type=positive, metavar="N", help="window length (default: the model's, at most 2048)"
@@ -103,6 +108,13 @@ def run(args: argparse.Namespace) -> int:
     if args.data.count("-") > 1:
         raise ConfigError("--data names standard input (-) twice, and it can be read once")
     device = choose_device(settings.device)
+    if args.against == device == "cpu" != settings.device:
+        raise ConfigError(
+            "--against cpu would compare the CPU with itself: --device auto finds no GPU (--device cpu does it)"
+        )
+    quants = args.quant or [settings.quant]
+    if device == "cpu" and "f16" in quants:
+        raise ConfigError("quant f16 needs device cuda; use int8 or f32 on a CPU")
     path = resolve(args.model)
     with open_checkpoint(path) as checkpoint:
         config = checkpoint.config
@@ -131,7 +143,6 @@ def run(args: argparse.Namespace) -> int:
 
     cut = [(name, windows(ids, context)) for name, ids in zip(args.data, texts, strict=True)]
     size = sum(len(tokenizer.decode_bytes(ids[1:])) for ids in texts)
-    quants = args.quant or [settings.quant]
     table = Table(quants, size)
     code = 0
     for quant in quants:
@@ -151,6 +162,7 @@ def run(args: argparse.Namespace) -> int:
 def read_ids(name: str, tokenizer: Tokenizer, limit: int | None, *, alone: bool) -> list[int]:
     """The file's tokens, at most ``limit``; a file that is ``alone`` must have so many. Raises RequestError."""
     ids = tokenizer.encode_prompt(decode_utf8(read_file(name), name))
+    name = "standard input" if name == "-" else name
     if limit is not None and limit > len(ids) and alone:
         raise RequestError(f"{name} has only {len(ids)} tokens, fewer than --tokens {limit}", "tokens")
     ids = ids[:limit]

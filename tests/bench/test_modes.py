@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 import crucible.bench
-from crucible.bench.decode import SAMPLINGS
+from crucible.bench.decode import PARAMS
 from crucible.bench.inprocess import Driver
 from crucible.bench.report import Column
 from crucible.bench.scheduler import make_core
 from crucible.bench.stall import split
+from crucible.choices import SAMPLINGS
 from crucible.cli import build_parser, main
 from crucible.config import SamplingParams
 from crucible.engine.core import EngineCore
@@ -97,10 +98,27 @@ def test_decode_by_sampling(
 
 
 def test_every_sampling_of_the_parser_is_known() -> None:
-    for kind in SAMPLINGS:
-        build_parser().parse_args(["bench", "decode", "--sampling", kind])
+    assert set(PARAMS) == set(SAMPLINGS)
+    command = ["bench", "decode", "--sampling"]
+    assert build_parser().parse_args([*command, ",".join(SAMPLINGS)]).sampling == list(SAMPLINGS)
     with pytest.raises(SystemExit):
-        build_parser().parse_args(["bench", "decode", "--sampling", "greedy,hot"])
+        build_parser().parse_args([*command, "greedy,hot"])
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--sampling", "greedy,mixed,greedy"), "names something twice: greedy,mixed,greedy"),
+    (("--batch", "2,4,2"), "names something twice: 2,4,2"),
+    (("--quant", "int8", "--vs-quant", "int8"), "--vs-quant int8 is --quant's too"),
+])  # fmt: skip
+def test_what_would_be_measured_twice_is_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = main(["bench", "decode", *arguments])
+    except SystemExit as leaving:
+        code = leaving.code
+    assert code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_prefill(tmp_path: Path, tiny_checkpoint: Path) -> None:
