@@ -42,9 +42,7 @@ def linear_cross_entropy(
     """
     if precision != "bf16" and (weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE):
         shape = " × ".join(map(str, weight.shape))
-        raise TrainingError(
-            f"an fp8 head needs multiples of {MULTIPLE}, got {shape}; use head_matmul bf16 (--matmul bf16)"
-        )
+        raise TrainingError(f"an fp8 head needs multiples of {MULTIPLE}, got {shape}; use matmul bf16")
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))

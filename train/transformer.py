@@ -31,7 +31,7 @@ class Transformer(nn.Module):
         rows, width = config.vocab_size, config.hidden_size
         if self.compute.head_matmul != "bf16" and (rows % MULTIPLE or width % MULTIPLE):
             raise TrainingError(
-                f"an fp8 head needs multiples of {MULTIPLE}, got {rows} × {width}; use head_matmul bf16 (--matmul bf16)"
+                f"an fp8 head needs multiples of {MULTIPLE}, got {rows} × {width}; use matmul bf16"
             )
         self.model = Decoder(config, self.compute)
         self.lm_head = None if config.tied_embeddings else nn.Linear(width, rows, bias=False)
