@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 COLUMNS = {
-    "quant": "weights", "batch": "batch", "tokens": "tokens", "requests": "requests", "tok_s": "tokens/s",
-    "step_ms": "step, ms", "ttft_ms": "first token, ms",
+    "quant": "weights", "batch": "batch", "sampling": "sampling", "tokens": "tokens", "requests": "requests",
+    "way": "way", "tok_s": "tokens/s", "step_ms": "step, ms", "step_us": "step, µs", "submit_us": "submission, µs",
+    "ttft_ms": "first token, ms", "bytes": "bytes to host",
 }  # fmt: skip
+
 INTRODUCTION = """\
 # GPU runs
 
 What ran on a GPU last. Hosted CI has none: it compiles every kernel for every architecture and runs them in the host
 emulator. Made by scripts/gpu_run.py from docs/gpu-runs.json.
 """
+
+OTHERS = Path(__file__).resolve().parents[1] / "docs" / "other-engines.json"
+"""What other engines reached on the 120M shape, where and how that was measured."""
 
 
 def test_counts(output: str) -> str:
@@ -45,14 +53,15 @@ def family(kernel: str) -> str:
 
 
 def check_counts(output: str) -> str:
-    """The sums over the checks' last lines."""
+    """The sums over the checks' lines."""
     found = re.findall(r"^\w+: (\d+) cases, (\d+) rows of logits, (all equal|\d+ DIFFERENT)", output, re.MULTILINE)
     if not found:
         return last_line(output)
     cases, rows = (sum(int(match[i]) for match in found) for i in (0, 1))
     different = sum(int(match[2].split()[0]) for match in found if match[2] != "all equal")
     bits = f"{different:,} cases DIFFERENT" if different else "all bits equal"
-    return f"{len(found)} checks, {cases:,} cases, {rows:,} rows of logits, {bits}"
+    requests = sum(map(int, re.findall(r"^  .* (\d+) +\d+  (?:equal|DIFFERENT)", output, re.MULTILINE)))
+    return f"{len(found)} checks, {cases:,} cases, {requests:,} sequences, {rows:,} rows of logits, {bits}"
 
 
 def bench_tables(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -61,7 +70,9 @@ def bench_tables(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     for table in report["tables"]:
         keys = [key for key in COLUMNS if any(row.get(key) is not None for row in table["rows"])]
         rows = [[cell(row.get(key)) for key in keys] + [spread(row)] for row in table["rows"]]
-        title = f"{report['mode']}: medians of {report['trials']} trials"
+        samplings = {row.get("sampling") for row in table["rows"]}
+        kind = " by sampling" if len(samplings) > 1 else " step by step" if "way" in keys else ""
+        title = f"{report['mode']}{kind}: medians of {report['trials']} trials"
         tables.append({"title": title, "columns": [*(COLUMNS[key] for key in keys), "spread"], "rows": rows})
     return tables
 
@@ -92,6 +103,38 @@ def last_line(output: str) -> str:
     return lines[-1] if lines else "no output"
 
 
+@dataclass(frozen=True)
+class Scores:
+    """A line of ``crucible eval``, and that of --against cpu. mean: of ``difference``, as text with its error."""
+
+    tokens: int
+    nats: float
+    cpu: str = ""
+    difference: str | None = None
+    mean: float = 0.0
+    choices: str = ""
+
+
+def scores(output: str, quant: str) -> Scores | None:
+    line = re.search(rf"^{quant} +(\d+) +(\S+) ", output, re.MULTILINE)
+    if line is None:
+        return None
+    tokens, nats = int(line[1]), float(line[2])
+    against = re.search(
+        r"^against cpu .*?: nats/token (\S+) \(difference ((\S+) ± \S+)\).*(top 1 equal at .*)$", output, re.MULTILINE
+    )
+    if against is None:
+        return Scores(tokens, nats)
+    return Scores(tokens, nats, against[1], against[2], float(against[3]), against[4])
+
+
+def sanitizer_summary(output: str) -> str:
+    """compute-sanitizer's summaries, one a process, and pytest's counts: empty without a summary."""
+    found = dict.fromkeys(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output))
+    counts = re.findall(r"^.*\b\d+ (?:passed|failed|errors?)\b.* in .*$", output, re.MULTILINE)
+    return "; ".join([*found, *(test_counts(line) for line in counts)]) if found else ""
+
+
 # ---- docs/gpu-runs.md
 
 
@@ -111,11 +154,40 @@ def render(document: Mapping[str, Any]) -> str:
         [[entry["what"], entry["result"] if entry["ok"] else f"FAILED: {entry['result']}"]
          for entry in document["results"]],
     )  # fmt: skip
+    notes, note = list(document.get("notes", [])), beside_note()
     for table in document.get("tables", []):
-        lines += ["", f"{table['title']}:", "", *markdown_table(table["columns"], table["rows"])]
-    for note in document.get("notes", []):
+        columns, rows = beside(table) if "120m" in document["model"].lower() else (table["columns"], table["rows"])
+        if len(columns) > len(table["columns"]) and note not in notes:
+            notes.append(note)
+        lines += ["", f"{table['title']}:", "", *markdown_table(columns, rows)]
+    for note in notes:
         lines += ["", note]
     return "\n".join(lines) + "\n"
+
+
+def beside(table: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of a table of decode or prefill with what others reached; any other as it is."""
+    columns, rows = list(table["columns"]), [list(row) for row in table["rows"]]
+    others = json.loads(OTHERS.read_text(encoding="utf-8")).get(table["title"].partition(":")[0], {})
+    key = "batch" if "batch" in columns else "tokens"
+    if not others or not {key, "tokens/s"} <= set(columns):
+        return columns, rows
+    for name, figures in others.items():
+        texts = []
+        for row in rows:
+            values = dict(zip(columns, row, strict=False))
+            plain = values.get("sampling", "greedy") == "greedy" and values.get("requests", "1") == "1"
+            figure = figures.get(values[key].replace(",", "")) if plain else None
+            texts.append("" if figure is None else f"{figure:,}")
+        columns.append(name)
+        rows = [[*row, text] for row, text in zip(rows, texts, strict=True)]
+    return columns, rows
+
+
+def beside_note() -> str:
+    """Where the other engines' figures come from."""
+    others = json.loads(OTHERS.read_text(encoding="utf-8"))
+    return " ".join([others["about"], *(f"{name}: {source}." for name, source in others["sources"].items())])
 
 
 def markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:

@@ -1,10 +1,13 @@
-"""Everything that needs a GPU, in one run: tests, ``validate``, ``check all`` and a first speed table.
+"""Everything that needs a GPU, in one run: tests, ``validate``, ``check all``, speeds, a server under load, sanitizer.
 
     python scripts/gpu_run.py [--commit HASH] [--only PART,…] [--preset 120m | --model MODEL]
+    python scripts/gpu_run.py --only accuracy --add --text FILE… [--accuracy-model MODEL…]
     python scripts/gpu_run.py --render            # docs/gpu-runs.md again from docs/gpu-runs.json
 
+accuracy compares the cross-entropy of at least 20 texts on the GPU with the CPU's, so it runs only when asked for.
 Writes docs/gpu-runs.json (date, commit, device, driver, counts, tables) and makes docs/gpu-runs.md from it. A part that
-fails is written down as failed; the exit code is then 1. --preset makes a checkpoint with random weights.
+fails is written down as failed; the exit code is then 1, or 2 where nothing can run. --preset makes a checkpoint with
+random weights.
 """
 
 from __future__ import annotations
@@ -15,114 +18,26 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gpu_report import bench_tables, check_counts, last_line, merged, render, test_counts, worst_errors
+from gpu_command import ROOT, Context, Document, Run, result, run_command
+from gpu_parts import LEAST_TEXTS, accuracy, check, sanitizer, speed, tests, validate
+from gpu_report import render
+from gpu_serving import serve
 
-ROOT = Path(__file__).resolve().parents[1]
 JSON, MARKDOWN = ROOT / "docs" / "gpu-runs.json", ROOT / "docs" / "gpu-runs.md"
-PARTS = ("tests", "validate", "check", "speed")
-BATCHES = "1,4,8,16,32,64,128,256"
-PREFILLS = (("1", "128,512,1023"), ("4", "256"), ("16", "64"))
-Document = dict[str, Any]
-Run = Callable[[list[str], int], tuple[int, str]]
-
-
-# ---- running
-
-
-def run_command(command: list[str], timeout: int) -> tuple[int, str]:
-    """Exit code and output of a Python command, shown as it comes; a code of its own after ``timeout`` seconds."""
-    print(f"$ python {' '.join(command)}", flush=True)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    lines, late = [], threading.Event()
-    with subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    ) as process:  # fmt: skip
-
-        def stop() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(timeout, stop)
-        timer.start()
-        try:
-            for line in process.stdout or ():
-                print(line, end="", flush=True)
-                lines.append(line)
-        finally:
-            timer.cancel()
-    if late.is_set():
-        return 124, "".join([*lines, f"stopped after {timeout} s\n"])
-    return process.returncode, "".join(lines)
-
-
-def result(what: str, code: int, text: str, started: float) -> dict[str, Any]:
-    return {"what": what, "result": text, "ok": code == 0, "seconds": round(time.monotonic() - started, 1)}
-
-
-def tests(run: Run, model: str, timeout: int) -> Document:
-    started = time.monotonic()
-    code, output = run(["-m", "pytest", "-m", "gpu", "-q", "tests"], timeout)
-    return {"results": [result("`pytest -m gpu`", code, test_counts(output), started)]}
-
-
-def validate(run: Run, model: str, timeout: int) -> Document:
-    started = time.monotonic()
-    code, output = run(["-m", "crucible.cli", "validate", "--device", "cuda"], timeout)
-    text = last_line(output).removeprefix("validate: ")
-    rows = worst_errors(output)
-    table = {
-        "title": "Largest errors of `crucible validate` (max |difference| / max |value|, against the float64 oracle)",
-        "columns": ["kernels", "cases", "largest error", "its bound"], "rows": rows,
-    }  # fmt: skip
-    found: Document = {"results": [result("`crucible validate`: every kernel", code, text, started)]}
-    return {**found, "tables": [table]} if rows else found
-
-
-def check(run: Run, model: str, timeout: int) -> Document:
-    results = []
-    for quant, fuzz in (("int8", "200"), ("f32", "20")):
-        started = time.monotonic()
-        code, output = run(
-            ["-m", "crucible.cli", "check", "all", model, "--device", "cuda", "--quant", quant, "--fuzz", fuzz], timeout
-        )
-        what = f"`crucible check all`, {quant}, {fuzz} random cases of attention"
-        results.append(result(what, code, check_counts(output), started))
-    return {"results": results}
-
-
-def speed(run: Run, model: str, timeout: int) -> Document:
-    """``crucible bench decode`` and ``prefill``, int8."""
-    commands = [["decode", "--batch", BATCHES, "--prompt-tokens", "128", "--steps", "128"]]
-    commands += [["prefill", "--requests", requests, "--tokens", tokens] for requests, tokens in PREFILLS]
-    begun = time.monotonic()
-    results: list[Document] = []
-    tables: list[Document] = []
-    with tempfile.TemporaryDirectory() as directory:
-        for index, (mode, *options) in enumerate(commands):
-            started, path = time.monotonic(), Path(directory) / f"{index}.json"
-            words = ["bench", mode, model, *options, "--device", "cuda", "--quant", "int8", "--json", str(path)]
-            code, output = run(["-m", "crucible.cli", *words], timeout)
-            if path.is_file():
-                tables += bench_tables(json.loads(path.read_text(encoding="utf-8")))
-            if code:
-                what = f"`crucible bench {mode} {' '.join(options)}`"
-                results.append(result(what, code, last_line(output), started))
-    if not results:
-        results.append(result("`crucible bench decode`, `prefill`", 0, f"{len(commands)} runs, see below", begun))
-    return {"results": results, "tables": merged(tables)}
-
-
-RUNNERS: dict[str, Callable[[Run, str, int], Document]] = {
-    "tests": tests, "validate": validate, "check": check, "speed": speed,
+RUNNERS: dict[str, Callable[[Context], Document]] = {
+    "tests": tests, "validate": validate, "check": check, "speed": speed, "accuracy": accuracy, "serve": serve,
+    "sanitizer": sanitizer,
 }  # fmt: skip
+PARTS = tuple(RUNNERS)
+ASKED_FOR = {"accuracy"}
+"""Parts that run only when named: they need more than a GPU."""
+WITH_MODEL = {"check", "speed", "serve"}
 
 
 # ---- what it ran on
@@ -135,7 +50,8 @@ def describe_device() -> Document:
 
     found = properties()
     if not found:
-        sys.exit("gpu_run: no GPU is visible; crucible doctor says what is missing")
+        print("gpu_run: no GPU is visible; crucible doctor says what is missing", file=sys.stderr)
+        raise SystemExit(2)
     import cupy
 
     smi = nvidia_smi() or {}
@@ -154,7 +70,10 @@ def describe_device() -> Document:
 
 
 def make_model(preset: str, directory: Path, shrink: int = 1) -> Path:
-    """A native checkpoint of a preset's sizes with random weights; ``shrink`` divides layers and vocabulary."""
+    """A native checkpoint of a preset's sizes with random weights; ``shrink`` divides layers and vocabulary.
+
+    Its tokenizer is GPT-2's, as far as the vocabulary goes.
+    """
     import numpy as np
 
     from crucible.checkpoint import expected_tensors, save_checkpoint
@@ -162,10 +81,11 @@ def make_model(preset: str, directory: Path, shrink: int = 1) -> Path:
 
     layers, hidden, ffn, heads, kv_heads, vocabulary = {"120m": (12, 768, 2048, 12, 3, 50304),
                                                         "smollm2": (30, 576, 1536, 9, 3, 49152)}[preset]  # fmt: skip
+    vocabulary //= shrink
+    count, tokenizer = gpt2(vocabulary)
     config = model(
-        hidden, ffn, heads, kv_heads, 64, num_layers=layers // shrink, vocab_size=vocabulary // shrink,
-        token_count=vocabulary // shrink,
-        context_length=1024,
+        hidden, ffn, heads, kv_heads, 64, num_layers=layers // shrink, vocab_size=vocabulary, token_count=count,
+        context_length=2048,
     )  # fmt: skip
     random = np.random.default_rng(1)
 
@@ -174,8 +94,19 @@ def make_model(preset: str, directory: Path, shrink: int = 1) -> Path:
             values = random.standard_normal(shape, dtype=np.float32)
             yield name, 1 + 0.1 * values if len(shape) == 1 else values / np.float32(shape[-1] ** 0.5)
 
-    save_checkpoint(directory / preset, config, tensors())
+    save_checkpoint(directory / preset, config, tensors(), files={"tokenizer.vocab": tokenizer})
     return directory / preset
+
+
+def gpt2(most: int) -> tuple[int, bytes]:
+    """How many tokens, and the file, of GPT-2's vocabulary without those of ids ``most`` and above."""
+    from crucible.vocabulary import Vocabulary
+
+    data = (ROOT / "crucible" / "data" / "gpt2.vocab").read_bytes()
+    whole = Vocabulary.from_bytes(data, "gpt2.vocab")
+    if len(whole.tokens) <= most:
+        return len(whole.tokens), data
+    return most, Vocabulary(whole.pattern, whole.tokens[:most]).to_bytes()  # merges are the tokens, in their order
 
 
 def write(path: Path, text: str) -> None:
@@ -196,8 +127,12 @@ def commit_of(given: str | None) -> str | None:
     return found.stdout.strip()
 
 
-def measure(parts: list[str], model: str, shown: str, commit: str | None, timeout: int, run: Run) -> Document:
+def measure(
+    parts: list[str], model: str, shown: str, commit: str | None, timeout: int, run: Run, *,
+    texts: Sequence[str] = (), accuracy_models: Sequence[str] = (),
+) -> Document:  # fmt: skip
     """All parts, one after the other; one that breaks is a failed result."""
+    context = Context(run, model, timeout, texts, accuracy_models)
     document: Document = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit, "model": shown,
         "device": describe_device(), "results": [], "tables": [], "notes": [],
@@ -205,7 +140,7 @@ def measure(parts: list[str], model: str, shown: str, commit: str | None, timeou
     for part in parts:
         started = time.monotonic()
         try:
-            found = RUNNERS[part](run, model, timeout)
+            found = RUNNERS[part](context)
         except Exception as error:  # the other parts still have something to say
             found = {"results": [result(part, 1, f"{type(error).__name__}: {error}", started)]}
         for key, values in found.items():
@@ -213,11 +148,16 @@ def measure(parts: list[str], model: str, shown: str, commit: str | None, timeou
     return document
 
 
-def joined(document: Document, earlier: Document) -> Document:
-    """``document`` and what ``earlier`` has of other parts. Exits where that ran on another commit or device."""
+def must_fit(document: Document, earlier: Document) -> None:
+    """Exits where ``earlier`` ran on another commit, model or device."""
     for key in ("commit", "model", "device"):
         if document[key] != earlier[key]:
             sys.exit(f"gpu_run: --add of a run of another {key}: {earlier[key]}, now {document[key]}")
+
+
+def joined(document: Document, earlier: Document) -> Document:
+    """``document`` and what ``earlier`` has of other parts. Exits where they do not fit."""
+    must_fit(document, earlier)
     ran = {entry["part"] for entry in document["results"]}
     both = dict(document)
     for key in ("results", "tables"):
@@ -227,12 +167,66 @@ def joined(document: Document, earlier: Document) -> Document:
     return both
 
 
+def recorded(path: Path, parser: argparse.ArgumentParser) -> Document:
+    """The document of an earlier run; a usage error where there is none."""
+    try:
+        document: Document = json.loads(path.read_text(encoding="utf-8"))
+        render(document)
+    except OSError as error:
+        parser.error(f"{path}: {error.strerror}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        parser.error(f"{path} is no record of a run ({type(error).__name__}: {error})")
+    return document
+
+
+def check_arguments(args: argparse.Namespace, parts: list[str], parser: argparse.ArgumentParser) -> None:
+    """A usage error for what could not work, before anything runs or is written over."""
+    from crucible.errors import CrucibleError
+    from crucible.models import resolve
+
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--only knows {', '.join(PARTS)}, got {unknown[0]}")
+    if len(set(parts)) < len(parts):
+        parser.error(f"--only names a part twice: {args.only}")
+    if args.timeout < 1:
+        parser.error(f"--timeout must be at least 1 second, got {args.timeout}")
+    if "accuracy" in parts:
+        if len(args.text) < LEAST_TEXTS:
+            parser.error(f"accuracy needs --text with at least {LEAST_TEXTS} files, got {len(args.text)}")
+        if not (args.accuracy_model or args.model):
+            parser.error("accuracy needs --accuracy-model, or --model")
+        if missing := [text for text in args.text if not Path(text).is_file()]:
+            parser.error(f"--text: {missing[0]} is no file")
+    elif args.text or args.accuracy_model:
+        parser.error("--text and --accuracy-model are for accuracy, which --only does not name")
+    for name in [*([args.model] if args.model else []), *(args.accuracy_model or [])]:
+        try:
+            resolve(name)
+        except CrucibleError as error:
+            parser.error(str(error))
+
+
+def wherever(name: str) -> str:
+    """A path for commands, which run in ROOT; what is none here may be the name of a pulled model."""
+    return str(Path(name).resolve()) if name and Path(name).exists() else name
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", metavar="HASH", help="of the source (default: git's HEAD, if this is a clone)")
-    parser.add_argument("--only", metavar="PART,…", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    usual = ",".join(part for part in PARTS if part not in ASKED_FOR)
+    parser.add_argument(
+        "--only", metavar="PART,…", default=usual, help=f"of {', '.join(PARTS)} (default: all but accuracy)"
+    )
     parser.add_argument("--preset", choices=("120m", "smollm2"), default="120m", help="random weights (default: 120m)")
     parser.add_argument("--model", metavar="MODEL", help="a model directory or pulled model instead")
+    parser.add_argument("--text", nargs="+", metavar="FILE", default=[], help="UTF-8 texts for accuracy, 20 or more")
+    parser.add_argument(
+        "--accuracy-model",
+        nargs="+",
+        metavar="MODEL",
+        help="models for accuracy, which need tokenizers (default: MODEL)",
+    )
     parser.add_argument("--timeout", type=int, default=580, metavar="S", help="seconds a command (default: 580)")
     parser.add_argument("--json", type=Path, default=JSON, metavar="FILE")
     parser.add_argument("--markdown", type=Path, default=MARKDOWN, metavar="FILE")
@@ -241,19 +235,23 @@ def main() -> int:
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     if args.render:
-        write(args.markdown, render(json.loads(args.json.read_text(encoding="utf-8"))))
+        write(args.markdown, render(recorded(args.json, parser)))
         return 0
     parts = args.only.split(",")
-    if unknown := [part for part in parts if part not in PARTS]:
-        parser.error(f"--only knows {', '.join(PARTS)}, got {unknown[0]}")
-    describe_device()  # before anything takes time
+    check_arguments(args, parts, parser)
+    shown, commit = args.model or f"{args.preset}, random weights", commit_of(args.commit)
+    now = {"commit": commit, "model": shown, "device": describe_device()}  # before anything takes time
+    earlier = recorded(args.json, parser) if args.add and args.json.is_file() else None
+    if earlier is not None:
+        must_fit(now, earlier)
     with tempfile.TemporaryDirectory() as directory:
-        needed = args.model is None and {"check", "speed"} & set(parts)
-        model = str(make_model(args.preset, Path(directory))) if needed else args.model or ""
-        shown = args.model or f"{args.preset}, random weights"
-        document = measure(parts, model, shown, commit_of(args.commit), args.timeout, run_command)
-    if args.add and args.json.is_file():
-        document = joined(document, json.loads(args.json.read_text(encoding="utf-8")))
+        needed = args.model is None and WITH_MODEL & set(parts)
+        model = str(make_model(args.preset, Path(directory))) if needed else wherever(args.model or "")
+        judged = [wherever(name) for name in args.accuracy_model or ([args.model] if args.model else [])]
+        texts = [wherever(text) for text in args.text]
+        document = measure(parts, model, shown, commit, args.timeout, run_command, texts=texts, accuracy_models=judged)
+    if earlier is not None:
+        document = joined(document, earlier)
     write(args.json, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     write(args.markdown, render(document))
     return 0 if all(entry["ok"] for entry in document["results"]) else 1
