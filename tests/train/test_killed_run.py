@@ -32,7 +32,7 @@ def size(log: Path) -> int:
 @pytest.mark.timeout(900)
 def test_killed_twenty_times(tmp_path: Path) -> None:
     data = make_data(tmp_path / "text")
-    settings = {"steps": 900, "save_every": 3, "eval_every": 10}
+    settings = {"steps": 1500, "save_every": 3, "eval_every": 10}
     whole, out = run_config(data, tmp_path / "whole", **settings), run_config(data, tmp_path / "killed", **settings)
     assert start(whole).wait() == 0
     draw, seen = random.Random(5), 0

@@ -16,7 +16,7 @@ from crucible.native.batch import pages_for
 LENGTHS = (1, 15, 16, 17, 33, 127, 128, 129, 511, 512, 513)
 """Around the ends of a page, and of the pieces in which attention walks the context."""
 
-CHUNKS = (7, 13, 17, 32, 64, 100, 128, 251, 256, 300)
+CHUNKS = (7, 13, 17, 32, 64, 100, 128, 251, 256, 300, 511, 768, 1019)
 LARGE_BATCHES = (32, 64, 128, 256)
 """As far as the device has room for them."""
 
@@ -89,10 +89,10 @@ def sampling(lab: Lab, cases: int, random: np.random.Generator) -> Iterator[Outc
 
 def prefill(lab: Lab, cases: int, random: np.random.Generator) -> Iterator[Outcome]:
     """A prompt in chunks of any size against the prompt at once."""
-    length = min(600, lab.context - 4)
+    length = lab.context - 4
     job = Job("p", ids(lab, random, length), params(random, 4, sampled=False))
-    for chunk in CHUNKS:
-        traces = lab.run([job], prefill_budget=300, prefill_chunk_tokens=chunk)
+    for chunk in fitting(CHUNKS, length):
+        traces = lab.run([job], prefill_budget=max(300, chunk), prefill_chunk_tokens=chunk)
         yield compare(lab, f"{length} tokens in chunks of {chunk}", [job], traces)
 
 
