@@ -97,6 +97,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from crucible.checkpoint import open_checkpoint
+    from crucible.config.engine import require_quant
     from crucible.engine.settings import choose_device
     from crucible.model_text import ModelText
     from crucible.models import resolve
@@ -113,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
             "--against cpu would compare the CPU with itself: --device auto finds no GPU (--device cpu does it)"
         )
     quants = args.quant or [settings.quant]
-    if device == "cpu" and "f16" in quants:
-        raise ConfigError("quant f16 needs device cuda; use int8 or f32 on a CPU")
+    for quant in quants:
+        require_quant(quant, device)
     path = resolve(args.model)
     with open_checkpoint(path) as checkpoint:
         config = checkpoint.config

@@ -137,6 +137,12 @@ class EngineConfig:
         return replace(self, **{name: value for name, value in values.items() if getattr(self, name) is None})
 
 
+def require_quant(quant: str, device: str) -> None:
+    """Raises ConfigError where ``device`` has no kernels for that weight type."""
+    if quant == "f16" and device == "cpu":
+        raise ConfigError("quant f16 needs device cuda; use int8 or f32 on a CPU")
+
+
 def check_field(name: str, hint: object, value: object, label: str | None = None) -> None:
     """Raises ConfigError unless ``value`` can be that field's; ``label`` is its name in the message."""
     label = label or name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from crucible.config import EngineConfig, ModelConfig
+from crucible.config.engine import require_quant
 from crucible.config.limits import CPU_CONTEXT
 from crucible.config.processors import available_processors
 from crucible.errors import ConfigError
@@ -44,8 +45,7 @@ def resolve_config(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         kv_pages = config.kv_memory // page_bytes
         if kv_pages < 1:
             raise ConfigError(f"kv_memory of {config.kv_memory} bytes holds no page of {page_bytes} bytes")
-    if config.quant == "f16" and not cuda:
-        raise ConfigError("quant f16 needs device cuda; use int8 or f32 on a CPU")
+    require_quant(config.quant, "cuda" if cuda else "cpu")
     budget = config.prefill_budget or (GPU_PREFILL_BUDGET if cuda else CPU_PREFILL_BUDGET)
     if config.prefill == "serial":
         budget = 1

@@ -14,7 +14,7 @@ import numpy as np
 
 from crucible.checkpoint import Checkpoint
 from crucible.config import ModelConfig
-from crucible.errors import ConfigError
+from crucible.config.engine import require_quant
 from crucible.model.cuda_arrays import DeviceBatch, attention_tiles
 from crucible.model.forward import forward
 from crucible.model.ops import FloatArray, IntArray
@@ -78,8 +78,7 @@ class Direct:
         """
         config = checkpoint.config
         if device == "cpu":
-            if quant == "f16":
-                raise ConfigError("quant f16 needs device cuda; use int8 or f32 on a CPU")
+            require_quant(quant, device)
             from crucible.model.cpu_ops import CpuOps
 
             ops: Any = CpuOps(config, context, threads)

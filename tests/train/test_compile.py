@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +16,7 @@ from crucible_train.transformer import Transformer
 SMALL = Preset(num_layers=1, hidden_size=32, num_heads=4, context_length=64, vocab_size=512)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def losses_and_gradients(run: Any, model: Transformer, autocast: bool) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,13 +17,7 @@ from crucible_train.softmax import functional_gradient, softmax_gradient
 ROWS, WIDTH, VOCABULARY = 37, 16, 96
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def problem(dtype: torch.dtype = torch.float32, ignored: bool = True) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,13 +16,7 @@ BATCH, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 32, 3, 1, 16
 Parts = tuple[Tensor, ...]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
